@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from model_types import CASES, check  # noqa: E402
+from model_types import CASES, check  # type: ignore[import-not-found]  # noqa: E402
 
 INTRODUCTION = """# Reference: models
 

@@ -136,8 +136,9 @@ def load_run(folder: Path | str) -> RecordedRun:
 def to_frame(folders: Path | str | Iterable[Path | str]) -> Any:
     """Return all runs at or below some folders as one pandas DataFrame, with one row per run and round.
 
-    Columns are `label`, `seed`, `folder`, `round`, and the recorded numbers: `test.METRIC`, `personal.METRIC` (mean
-    over clients), `train_loss`, `bytes.up`, `bytes.down`, `seconds`, `lr`, `clients`, `lost` and `epsilon`.
+    Columns are `label`, `seed`, `folder`, `round`, and the recorded numbers: `test.METRIC`, `personal.METRIC` and
+    `unseen.METRIC` (means over clients), `train_loss`, `bytes.up`, `bytes.down`, `seconds`, `lr`, `clients`, `lost` and
+    `epsilon`.
 
     Raises:
         ReportError: If there is no run, or a run cannot be read.
@@ -158,8 +159,9 @@ def _flat(record: RunRecord, row: Mapping[str, Any]) -> dict[str, Any]:
     cells: dict[str, Any] = {"label": record.label, "seed": record.seed, "folder": str(record.folder)}
     cells |= {key: row.get(key) for key in ("round", "train_loss", "seconds", "lr")}
     cells |= {f"test.{metric}": value for metric, value in (row.get("test") or {}).items()}
-    for metric, by_client in (row.get("personal") or {}).items():
-        cells[f"personal.{metric}"] = sum(by_client.values()) / len(by_client) if by_client else None
+    for key in ("personal", "unseen"):
+        for metric, by_client in (row.get(key) or {}).items():
+            cells[f"{key}.{metric}"] = sum(by_client.values()) / len(by_client) if by_client else None
     cells |= {f"bytes.{direction}": count for direction, count in (row.get("bytes") or {}).items()}
     cells |= {"clients": len(row.get("cohort") or ()), "lost": len(row.get("lost") or ())}
     if "privacy" in row:

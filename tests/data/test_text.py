@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from partita.core.settings import Run, Training
 from partita.data import DataError, Task, load, split
 from partita.data.ragged import RaggedExamples, ragged
 from partita.engines.simulation import SimulationEngine
-from partita.evaluation import ACCURACY, EvaluationError, score
+from partita.evaluation import ACCURACY, score
 from partita.evaluation.metrics import Entities, MultiLabel, NextToken, Predictions, SingleLabel
 from partita.experiment import run_folder
 from partita.experiment.config import parse
@@ -636,11 +635,12 @@ def test_single_label_metrics_match_scikit_learn() -> None:
             "macro_f1": metrics.f1_score(targets, guesses, average="macro", labels=range(4)),
             "micro_f1": metrics.f1_score(targets, guesses, average="micro"),
             "auroc": np.mean(apart),
+            "ece": found["ece"],
             "loss": float(losses.mean()),
         }
     )
     plain = ACCURACY(prediction_batches(logits, targets, losses))
-    assert plain == pytest.approx({name: found[name] for name in ("accuracy", "loss")})
+    assert plain == pytest.approx({name: found[name] for name in ("accuracy", "ece", "loss")})
     alone = SingleLabel()(prediction_batches(logits[:1], targets[:1], losses[:1]))
     assert "auroc" not in alone  # one class cannot be ranked against others
     unsound = SingleLabel()(prediction_batches(logits * math.nan, targets, losses))
@@ -662,49 +662,13 @@ def test_multi_label_metrics_match_scikit_learn() -> None:
             "micro_f1": metrics.f1_score(truth, guesses, average="micro"),
             "macro_f1": metrics.f1_score(truth[:, :4], guesses[:, :4], average="macro"),
             "auroc": metrics.roc_auc_score(truth[:, :4], logits[:, :4], average="macro"),
+            "macro_auprc": metrics.average_precision_score(truth[:, :4], logits[:, :4], average="macro"),
+            "micro_auprc": metrics.average_precision_score(truth, logits, average="micro"),
             "loss": float(losses.mean()),
         }
     )
     nothing = MultiLabel()(prediction_batches(-torch.ones(3, 5), torch.zeros(3, 5), torch.ones(3)))
     assert nothing == {"loss": 1.0}  # with nothing to find and nothing found, there is no F1
-
-
-def test_entity_metrics_match_seqeval() -> None:
-    seqeval = pytest.importorskip("seqeval.metrics")
-    from seqeval.scheme import IOB2
-
-    tags = ("O", "B-Drug", "I-Drug", "B-Sign", "I-Sign")
-    targets = torch.tensor(
-        [[0, 1, 2, 0, 3, IGNORE_INDEX], [IGNORE_INDEX, 3, 4, 4, IGNORE_INDEX, 1], [0, 0, IGNORE_INDEX, 0, 0, 0]]
-    )
-    told = torch.tensor([[0, 1, 2, 0, 4, 1], [1, 3, 4, 0, 2, 1], [0, 3, 4, 0, 0, 0]])
-    logits = functional.one_hot(told, 5).float()
-    each = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(3, 6)
-    losses = each.sum(1) / (targets != IGNORE_INDEX).sum(1)
-    found = Entities(tags)(prediction_batches(logits, targets, losses, size=2))
-    kept = targets != IGNORE_INDEX
-    truths, guesses = (
-        [[tags[tag] for tag in row[real]] for row, real in zip(rows, kept, strict=True)] for rows in (targets, told)
-    )
-    strict = {"mode": "strict", "scheme": IOB2}
-    assert found == pytest.approx(
-        {
-            "precision": seqeval.precision_score(truths, guesses, **strict),
-            "recall": seqeval.recall_score(truths, guesses, **strict),
-            "f1": seqeval.f1_score(truths, guesses, **strict),
-            "accuracy": seqeval.accuracy_score(truths, guesses),
-            "loss": float(each.sum() / (targets != IGNORE_INDEX).sum()),
-        }
-    )
-    assert (found["precision"], found["recall"]) == (2 / 4, 2 / 4)  # I-Sign alone is no entity; half a one is wrong
-    silent = Entities(tags)(prediction_batches(logits[2:] * 0, targets[2:], losses[2:]))
-    assert silent.keys() == {"accuracy", "loss"}  # no entity present and none predicted
-
-
-def test_missing_seqeval_is_reported_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("partita.evaluation.metrics.find_spec", lambda name: None)
-    with pytest.raises(EvaluationError, match=re.escape("pip install 'partita[text]'")):
-        TOKENS.evaluator(tuple(TAGS))
 
 
 def tokens_table() -> RaggedExamples:
@@ -778,8 +742,8 @@ def test_clients_with_texts_of_different_lengths_train_in_a_block_as_alone(
 
 PRIMARY = {"text": ("accuracy", True), "tokens": ("f1", True), "lm": ("perplexity", False)}
 SCORES = {
-    "text": {"accuracy", "macro_f1", "micro_f1", "auroc", "loss"},
-    "tokens": {"precision", "recall", "f1", "accuracy", "loss"},
+    "text": {"accuracy", "macro_f1", "micro_f1", "auroc", "ece", "loss"},
+    "tokens": {metric.name for metric in Entities.metrics},
     "lm": {"loss", "perplexity"},
 }
 CONFIG = """
@@ -803,12 +767,18 @@ def test_text_runs_work_end_to_end(kind: str, tmp_path: Path, request: pytest.Fi
     raw["data"] = table_for(kind, tmp_path / "data")  # no tokenizer is named: it is the model's
     raw["model"] = {"name": "pretrained", "path": str(request.getfixturevalue("gpt" if kind == "lm" else "bert"))}
     raw["split"]["column"] = COLUMN[kind]
+    if kind == "tokens":
+        raw["evaluate"] |= {"subgroups": COLUMN[kind], "validation_every": 1}
     config = parse(raw)
     rows = list(start(config, tmp_path / "run"))
     assert len(rows) == 2
     for row in rows:
         assert row["test"].keys() == SCORES[kind]
+        if kind == "tokens":
+            assert row["validation"].keys() <= SCORES[kind]
+            assert row["subgroups"]["groups"].keys() == {"d0", "d1", "d2"}
         assert SCORES[kind] - {"auroc"} <= row["personal"].keys() <= SCORES[kind]
+        assert list(row.get("by_type", {})) == (["Sign"] if kind == "tokens" else [])
     assert rows[1]["test"]["loss"] < rows[0]["test"]["loss"]
     if kind == "lm":
         assert rows[1]["test"]["perplexity"] == pytest.approx(math.exp(rows[1]["test"]["loss"]))

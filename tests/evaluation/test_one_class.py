@@ -15,6 +15,7 @@ from partita.data import Table
 from partita.evaluation import METRIC_NAMES, Evaluator, evaluate, score
 from partita.evaluation.generation import GeneratedText
 from partita.evaluation.metrics import (
+    NEW_CLASS_METRICS,
     Accuracy,
     Entities,
     Metric,
@@ -87,7 +88,7 @@ def test_reports_know_direction_and_unit_of_every_metric() -> None:
     """Only the direction of a run's own metric is recorded, so the report must know the others by name."""
     classes: tuple[Any, ...] = (Accuracy, SingleLabel, MultiLabel, Entities, NextToken, Regression)
     classes += (GeneratedText, Segmentation)
-    metrics: set[Metric] = {metric for evaluator in classes for metric in evaluator.metrics}
+    metrics: set[Metric] = {metric for evaluator in classes for metric in evaluator.metrics} | {*NEW_CLASS_METRICS}
     assert {metric.name for metric in metrics} == set(METRIC_NAMES)
     for metric in metrics:
         shown = metric_named(metric.name)

@@ -190,7 +190,7 @@ def test_validation_is_the_mean_over_the_clients_validation_examples(tmp_path: P
         score(experiment.model, server.params, part, experiment.evaluator)["accuracy"] * len(part) for part in parts
     )
     assert rows[1]["validation"]["accuracy"] == pytest.approx(right / sum(map(len, parts)))
-    assert set(rows[1]["validation"]) == {"accuracy", "loss"}
+    assert set(rows[1]["validation"]) == {"accuracy", "ece", "loss"}
 
 
 def test_validation_without_any_score_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,7 +255,7 @@ def test_direction_of_own_metrics_reaches_the_report(tmp_path: Path, run_partita
     assert code == 0
     assert "top2, %" in out
     assert "wrong, %" not in out
-    assert "lower is better for loss, wrong" in " ".join(out.split())
+    assert "lower is better for ece, loss, wrong" in " ".join(out.split())
     page = (folder / "report.html").read_text()
     assert "code/mine.py" in page
     assert "class PartOfTheWay" in page

@@ -71,7 +71,8 @@ def test_schema_has_every_table_and_its_options() -> None:
     assert {"", "training", "engine", "privacy", "method fedprox", "data images", "split flwr", "model vit"} <= {
         *SCHEMA
     }
-    assert {"clients", "alpha", "min_examples", "validation", "test"} == {*SCHEMA["split dirichlet"]}
+    assert {"clients", "alpha", "min_examples", "validation", "test", "unseen"} == {*SCHEMA["split dirichlet"]}
+    assert {"shots", "new_classes"} == {*SCHEMA["data digits"]}
     assert "key" not in SCHEMA["data synthetic"]
 
 

@@ -59,12 +59,20 @@ def test_every_row_key_has_a_disclosure_status(tmp_path: Path) -> None:
         ({"name": "fedavg"}, PRIVACY["example"]),
         ({"name": "fedavg"}, PRIVACY["client"]),
         (SAFL, PRIVACY["example"]),
-        ({"name": "fedavg"}, {"evaluate": {"validation_every": 1}, "sampling": {"name": "power_of_choice"}}),
+        (
+            {"name": "fedavg"},
+            {
+                "data": {**CONFIG["data"], "domains": 2},
+                "evaluate": {"validation_every": 1, "subgroups": "domain"},
+                "split": {"name": "iid", "clients": 4, "unseen": 1},
+                "sampling": {"name": "power_of_choice"},
+            },
+        ),
     ]
     seen = set[str]()
     for number, (method, privacy) in enumerate(runs):
         seen |= run_one_round(tmp_path / str(number), method, **privacy).keys()
-    rare = {"refused", "bounded", "skipped"}  # only in rounds with faulty clients
+    rare = {"refused", "bounded", "skipped", "by_type"}  # only in rounds with faulty clients, or with entities
     assert seen | rare == ROW.keys(), "give the key a status for both units in privacy/disclosure.py"
 
 

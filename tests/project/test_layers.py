@@ -64,7 +64,6 @@ LIBRARIES = {
     "transformers": ["models", "data.tokenization"],
     "peft": ["models.lora"],
     "sklearn": ["data", "evaluation"],
-    "seqeval": ["evaluation"],
     "rouge_score": ["evaluation.generation"],
     "datasets": ["data"],
     "flwr_datasets": ["data"],

@@ -759,6 +759,15 @@ def test_all_recorded_scores_are_shown_in_every_format(tmp_path: Path) -> None:
         assert figure.axes[0].get_ylabel().startswith(f"test {metric}")
 
 
+def test_many_scores_are_shown_below_each_other(tmp_path: Path) -> None:
+    scores = {"accuracy": 0.5, **{f"a_rather_long_name_{place}": place / 10 for place in range(7)}}
+    run = write_run(tmp_path, "fedavg", 0, rounds=2, edit=lambda row: {**row, "test": scores, "personal": None})
+    text = report.to_text(compare([load_run(run)]), width=160)
+    assert all(f"{name}, %" in text for name in scores)
+    assert "All scores, from a_rather_long_name_5, %" in text
+    assert max(map(len, text.splitlines())) <= 160
+
+
 def test_one_metric_needs_no_table_of_all_scores(tmp_path: Path) -> None:
     comparison = compare([make_record(tmp_path, "a", 0, [0.1, 0.5])])
     assert score_columns(comparison) == []

@@ -55,7 +55,9 @@ def with_pixels(change: Callable[[Tensor], Tensor]) -> Callable[[Key], Task]:
 
 def empty_test(key: Key) -> Task:
     task = synthetic(key)
-    return replace(task, test=Table({"pixel_values": torch.zeros(0, 1, 2, 2)}, torch.zeros(0, dtype=torch.int64)))
+    return replace(
+        task, test=Table({"pixel_values": torch.zeros(0, 1, 2, 2)}, torch.zeros(0, dtype=torch.int64)), test_columns={}
+    )
 
 
 def masked(key: Key, targets: Tensor) -> Task:

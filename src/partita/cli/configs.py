@@ -204,9 +204,9 @@ def _longest(model: str | None, findings: Findings) -> int | None:
 
 def _summary(findings: Findings) -> str:
     rows = ", ".join(f"{count:,} {name}" for name, count in findings.parts.items())
-    columns = ", ".join(f"{role} = '{column}'" for role, column in findings.roles.items())
-    site = f", sites = '{findings.site}'" if findings.site else ""
-    return printable(f"found {rows} rows; task {findings.task or 'unknown'}: {columns}{site}")
+    named = {**findings.roles, **({"sites": findings.site} if findings.site else {})}
+    columns = ", ".join(f"{role} = '{column}'" for role, column in named.items())
+    return printable(f"found {rows} rows; task {findings.task or 'unknown'}" + (f": {columns}" if columns else ""))
 
 
 def _next_steps(file: Path) -> None:
@@ -263,7 +263,7 @@ def _describe(findings: Findings, no_values: bool) -> Iterator[str]:
     yield ""
     if findings.task:
         roles = ", ".join(f"{role} = '{column}'" for role, column in findings.roles.items())
-        yield f"task: {findings.task} ({roles})"
+        yield f"task: {findings.task}" + (f" ({roles})" if roles else "")
     for role, names in findings.candidates.items():
         others = [name for name in names if name not in (*findings.roles.values(), findings.site)]
         if others:

@@ -78,8 +78,21 @@ class ClientData:
     test: Examples
 
 
+@dataclass(frozen=True)
+class NewClasses:
+    """Test examples of classes that no client trains on, for models that find a class by its name.
+
+    Attributes:
+        examples: The examples. Their targets count from the first new class.
+        classes: The names of the new classes.
+    """
+
+    examples: Examples
+    classes: tuple[str, ...]
+
+
 # What a client's model is evaluated on: the client's own test examples (None), its validation examples, or others.
-EvaluateOn = Examples | Literal["validation"] | None
+EvaluateOn = Examples | NewClasses | Literal["validation"] | None
 
 
 class Population(Protocol):

@@ -190,6 +190,20 @@ class Model:
         """
         raise TagError(f"{self.name} has no tokenizer; use a Hugging Face model with a text task")
 
+    def for_classes(self, classes: tuple[str, ...]) -> Model:
+        """Return this model for other classes, with the same parameters.
+
+        Args:
+            classes: The names of the classes.
+
+        Raises:
+            TagError: If the model has a parameter for each class, so that it knows no others.
+        """
+        raise TagError(
+            f"{self.name} cannot predict classes that it was not trained on; use a two-tower model, model.name = "
+            "'clip', or leave data.new_classes out"
+        )
+
     def personal(self, params: Tensors) -> Tensors:
         """Return the parameters with which a client's own model is evaluated; by default they are unchanged.
 

@@ -107,6 +107,9 @@ class PersonalCopyModel(Model):
     def skip_layers(self, without: Names) -> PersonalCopyModel:
         return replace(self, base=self.base.skip_layers(without))
 
+    def for_classes(self, classes: tuple[str, ...]) -> PersonalCopyModel:
+        return replace(self, base=self.base.for_classes(classes))
+
     def low_rank(self, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> Model:
         raise TagError(
             f"{self.name} cannot get low-rank factors, because they need copies too; name the factors first, as in "

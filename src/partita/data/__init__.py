@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Annotated, Any
 
-from partita.core.options import validate_options
+from partita.core.options import Count, Range, validate_options
 from partita.core.registry import call, find_function
 from partita.core.rng import Key
 from partita.data.errors import DataError
+from partita.data.few_shot import draw_shots, hold_out_classes
 from partita.data.split import SPLITS, split
 from partita.data.task import Federation, Subset, Table, Task
 
 INDEX = {
+    "brat": "partita.data.standoff:brat",
     "digits": "partita.data.digits:digits",
+    "i2b2": "partita.data.i2b2:i2b2",
     "image_regression": "partita.data.regression:image_regression",
     "images": "partita.data.images:images",
     "lm": "partita.data.language_modeling:lm",
@@ -28,20 +31,36 @@ INDEX = {
 __all__ = ["INDEX", "SPLITS", "DataError", "Federation", "Subset", "Table", "Task", "load", "split", "takes"]
 
 
-def load(name: str, key: Key, **options: Any) -> Task:
+def load(
+    name: str,
+    key: Key,
+    *,
+    shots: Annotated[
+        Count | None, "train rows of each class, all clients together, drawn before the split; left out: all"
+    ] = None,
+    new_classes: Annotated[
+        Count | Annotated[float, Range(above=0, below=1)] | None,
+        "last classes that no client trains on: a number, or a fraction with a decimal point; the test is on the "
+        "others, and on these",
+    ] = None,
+    **options: Any,
+) -> Task:
     """Load a task.
 
     Args:
         name: Name of the task: a key of `INDEX`, or the user's own function.
         key: Key for random draws. Passed to tasks that take one.
+        shots: Train rows of each class. Default: all.
+        new_classes: Number or share of the classes that no client trains on.
         **options: Options of the task.
     """
     make = find_function(INDEX, name, "data")
-    options = validate_options(make, options, "data", given=["key"], name=name)
+    options = validate_options(make, options, "data", given=["key"], name=name, others=("shots", "new_classes"))
     if "key" in inspect.signature(make).parameters:
         options["key"] = key
     task: Task = call(make, (Task,), name, "data", **options)
-    return task
+    task = hold_out_classes(task, new_classes) if new_classes else task
+    return task if shots is None else draw_shots(task, shots, key)
 
 
 def takes(name: str, option: str) -> bool:

@@ -149,6 +149,7 @@ class ImagesOnDisk:
     targets: Tensor
     transform: Callable[[Tensors], Tensors]
     device: torch.device = CPU
+    images: Tensor | None = None  # (row,): the image of each row; None for all images in order
     ahead: ReadAhead = field(default_factory=ReadAhead, repr=False)
 
     def __len__(self) -> int:
@@ -156,7 +157,7 @@ class ImagesOnDisk:
 
     def take(self, indices: Tensor) -> Batch:
         indices = indices.to(self.targets.device)
-        rows = indices.tolist()
+        rows = self._images(indices)
         decoded = self.ahead.take(self.reader, rows)
         pixels = np.empty((len(rows), self.reader.channels, self.reader.side, self.reader.side), np.uint8)
         for place, row in enumerate(rows):
@@ -166,7 +167,11 @@ class ImagesOnDisk:
 
     def prefetch(self, indices: Tensor) -> None:
         """Start to decode rows that will be taken next."""
-        self.ahead.start(self.reader, indices.tolist())
+        self.ahead.start(self.reader, self._images(indices))
+
+    def _images(self, indices: Tensor) -> list[int]:
+        chosen: list[int] = (indices if self.images is None else self.images[indices]).tolist()
+        return chosen
 
     def to(self, device: torch.device) -> ImagesOnDisk:
         """Return the examples with batches on `device`."""

@@ -76,7 +76,7 @@ def images(
     classes, *labels = one_label(source, label)
     source, targets = limit_rows(source, limit, key, labels)
     train, held_out = read_images(source, image, targets, size, channels, normalize, memory)
-    columns = source.train.columns(label)
+    columns, test_columns = source.train.columns(label), source.test.columns(label)
     return Task(
         source.name,
         train,
@@ -87,6 +87,7 @@ def images(
         size=side_of(train),
         normalization=(mean, std),
         notes=storage_notes(train),
+        test_columns=test_columns,
     )
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from partita.data.errors import DataError, need
+from partita.data.i2b2 import read_i2b2
 from partita.data.loading import DatasetPart, open_parts
+from partita.data.standoff import read_brat, standoff_format, standoff_parts
 from partita.data.tokens import TAG
 
 # Column names that say what a column is for, best first.
@@ -19,8 +21,9 @@ TEXT_NAMES = ("text", "note", "sentence", "review", "content", "document", "repo
 LABEL_NAMES = ("label", "class", "category", "diagnosis", "tags", "target", "sentiment", "topic", "outcome", "stars")
 SITE_NAMES = (
     "site", "hospital", "clinic", "center", "centre", "institution", "client", "department", "domain", "writer",
-    "author", "user", "region", "source", "device", "patient", "group",
+    "author", "user", "region", "source", "device", "patient", "group", "folder",
 )  # fmt: skip
+STANDOFF = {"brat": (".ann", read_brat), "i2b2": (".con", read_i2b2)}  # suffix of the annotations, and their reader
 MOST_CLASSES = 100  # a column with more distinct values is not offered as a label
 
 
@@ -76,7 +79,8 @@ def inspect_data(
     Raises:
         DataError: If the data cannot be read, or a column does not exist.
     """
-    parts = open_parts(path, config)
+    standoff = standoff_format(path)
+    parts = standoff_parts(path, *STANDOFF[standoff]) if standoff else open_parts(path, config)
     if "train" not in parts:
         raise DataError(f"'{path}' has no part 'train', only: {', '.join(parts)}; rename one of them")
     part = parts["train"]
@@ -86,7 +90,7 @@ def inspect_data(
     task, roles, candidates = _task(columns, values, text, label, site)
     chosen = site or next(iter(candidates["site"]), None)
     texts = values.get(roles.get("text", ""))
-    return Findings(
+    found = Findings(
         path=str(path),
         parts={name: len(each.rows) for name, each in parts.items()},
         columns=columns,
@@ -103,6 +107,7 @@ def inspect_data(
         size=_image_size(part, roles.get("image")),
         problems=tuple(_problems(part, task, roles, chosen, values)),
     )
+    return replace(found, task=standoff, roles={}) if standoff else found
 
 
 def _kind(part: DatasetPart, name: str) -> str:

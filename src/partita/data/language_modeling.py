@@ -44,10 +44,10 @@ def lm(
     scanned = [scan_texts(part, text) for part in (source.train, source.test)]
     on_disk = keep_on_disk(sum(size for _, size in scanned), memory)
     train, names = _blocks(source.train, encode, text, group, scanned[0][0], on_disk)
-    held_out, _ = _blocks(source.test, encode, text, group, scanned[1][0], on_disk)
+    held_out, test_names = _blocks(source.test, encode, text, group, scanned[1][0], on_disk)
     notes = (MAPPED,) if on_disk and encode.digest else ()
-    columns = {} if group is None else {group: np.array(names)}
-    return text_task(source.name, train, held_out, (), columns, LM, encode.tokenizer, notes)
+    columns, test_columns = ({} if group is None else {group: np.array(each)} for each in (names, test_names))
+    return text_task(source.name, train, held_out, (), columns, LM, encode.tokenizer, notes, test_columns)
 
 
 def _blocks(

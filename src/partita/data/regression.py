@@ -57,8 +57,8 @@ def text_regression(
     source, targets = limit_rows(source, limit, key, read_targets(source, names))
     options = TextOptions(long_texts, overlap, memory)
     train, held_out, used, notes = read_texts(source, text, targets, tokenizer, max_length, options, pair)
-    columns = source.train.columns(text, *names, pair or text)
-    return text_task(source.name, train, held_out, names, columns, TEXT_REGRESSION, used, notes)
+    columns, test_columns = (part.columns(text, *names, pair or text) for part in (source.train, source.test))
+    return text_task(source.name, train, held_out, names, columns, TEXT_REGRESSION, used, notes, test_columns)
 
 
 def image_regression(
@@ -84,7 +84,7 @@ def image_regression(
     normalize = normalization(mean, std, channels)
     source, names = load_dataset(path, key, config, test), _names(target)
     source, targets = limit_rows(source, limit, key, read_targets(source, names))
-    columns = source.train.columns(image, *names)
+    columns, test_columns = (part.columns(image, *names) for part in (source.train, source.test))
     opened = replace(
         source, train=open_images(source, source.train, image), test=open_images(source, source.test, image)
     )
@@ -100,6 +100,7 @@ def image_regression(
         IMAGE_REGRESSION,
         normalization=(mean, std),
         notes=storage_notes(train),
+        test_columns=test_columns,
     )
 
 

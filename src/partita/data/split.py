@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from partita.core.options import (
     Count,
     PartialShare,
     Positive,
+    Range,
     closest_match,
     format_value,
     validate_options,
@@ -55,6 +56,11 @@ def split(
     key: Key,
     validation: Annotated[PartialShare, "share of each client's rows for its validation part"] = 0.1,
     test: Annotated[PartialShare, "share of each client's rows for its test part"] = 0.2,
+    unseen: Annotated[
+        Count | Annotated[float, Range(above=0, below=1)] | None,
+        "clients that take no part, on whose test parts the model is tested: a number, or a fraction with a decimal "
+        "point",
+    ] = None,
     **options: Any,
 ) -> Federation:
     """Split the train rows among clients, and each client's rows into train, validation and test parts.
@@ -66,17 +72,56 @@ def split(
         key: Key for all random draws.
         validation: Share of each client's rows for its validation part.
         test: Share of each client's rows for its test part.
+        unseen: Number or share of the clients that take no part.
         **options: Options of the split.
     """
     make_partition = find_function(SPLITS, name, "split")
     given = options if clients is None else {"clients": clients, **options}
-    own = validate_options(make_partition, given, "split", ["task", "key"], name, others=("validation", "test"))
+    own = validate_options(
+        make_partition, given, "split", ["task", "key"], name, others=("validation", "test", "unseen")
+    )
     made = call(make_partition, (Partition, Mapping), name, "split", task, key=key / short_name(name), **own)
     partition: Partition = _partition_of(made, task.row_count, name) if isinstance(made, Mapping) else made
+    unseen_clients: Sequence[str] = ()
+    clients_in: Sequence[str] = partition.clients
+    if unseen is not None:
+        partition, count = _hold_out_clients(partition, unseen, key / "unseen")
+        clients_in, unseen_clients = (
+            NamedClients(names) for names in (partition.clients[:-count], partition.clients[-count:])
+        )
     # Use exact decimals: a share of 0.29 of 100 rows is 29 rows, but in binary floating point it rounds down to 28.
     cut = ClientSplit(partition, key / "parts", Fraction(str(validation)), Fraction(str(test)))
     parts = cut if task.first_windows is None else WindowParts(cut, task.first_windows)
-    return Federation(task, partition.clients, parts)
+    return Federation(task, clients_in, parts, unseen_clients)
+
+
+def _hold_out_clients(partition: Partition, unseen: float, key: Key) -> tuple[Partition, int]:
+    """Draw the clients that take no part.
+
+    Returns:
+        The partition with these clients at the end, and their number.
+
+    Raises:
+        DataError: If no client would be left on either side, or if clients have their rows elsewhere.
+    """
+    total, sizes = len(partition.clients), partition.sizes()
+    if not sizes.all():
+        raise DataError(
+            "split.unseen needs the rows of all clients on this machine; leave it out, and test the model at the "
+            "other sites yourself"
+        )
+    count = math.floor(total * Fraction(str(unseen))) if isinstance(unseen, float) else unseen
+    if not 0 < count < total:
+        raise DataError(
+            f"split.unseen = {unseen} would hold out {count} of {total} clients; at least one must be held out, and "
+            "one must take part"
+        )
+    drawn = set(key.sample(range(total), count))
+    order = [*(place for place in range(total) if place not in drawn), *sorted(drawn)]
+    starts = partition.offsets[:-1]
+    rows = np.concatenate([partition.rows[starts[place] : starts[place] + sizes[place]] for place in order])
+    names = NamedClients([partition.clients[place] for place in order])
+    return Partition(rows, np.concatenate([[0], np.cumsum(sizes[order])]), names), count
 
 
 def _partition_of(rows: Mapping[str, Any], count: int, name: str) -> Partition:

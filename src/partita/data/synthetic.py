@@ -46,14 +46,15 @@ def synthetic(
         pixels += styles[places]
         return Table({"pixel_values": pixels}, labels), places
 
-    train, places = table(key / "train", examples)
+    (train, places), (test, test_places) = table(key / "train", examples), table(key / "test", test_examples)
     names = np.array([f"domain{number}" for number in range(domains)])
     return Task(
         "synthetic",
         train,
-        table(key / "test", test_examples)[0],
+        test,
         classes=tuple(f"class{number}" for number in range(classes)),
         columns={"domain": names[places.numpy()]},
         channels=channels,
         size=size,
+        test_columns={"domain": names[test_places.numpy()]},
     )

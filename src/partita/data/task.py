@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from partita.core.data import Batch, ClientData, Examples
+from partita.core.data import Batch, ClientData, Examples, NewClasses
 from partita.core.options import Range
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
@@ -124,9 +124,11 @@ class Task:
         tokenizer: Tokenizer of the texts; None for other inputs.
         normalization: Mean and standard deviation of pixels from 0 to 255, divided by 255; None for other inputs.
         notes: What a user should know about the data, recorded with the run: what was cut, what is read from disk.
+        test_columns: For each column, one value per test row. Scores by subgroup read them.
+        new: Test examples of classes that are not in `classes`; None if there are none.
 
     Raises:
-        DataError: If a column does not have one value per train row.
+        DataError: If a column does not have one value per row.
     """
 
     name: str
@@ -141,12 +143,18 @@ class Task:
     tokenizer: Any = None
     normalization: Normalization | None = None
     notes: tuple[str, ...] = ()
+    test_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    new: NewClasses | None = None
 
     def __post_init__(self) -> None:
-        for name in self.columns:
-            count = self.columns.rows if isinstance(self.columns, Columns) else len(self.columns[name])
-            if count != self.row_count:
-                raise DataError(f"column '{name}' has {count} values for {self.row_count} train rows")
+        for part, rows, columns in (
+            ("train", self.row_count, self.columns),
+            ("test", _row_count(self.test), self.test_columns),
+        ):
+            for name in columns:
+                count = columns.rows if isinstance(columns, Columns) else len(columns[name])
+                if count != rows:
+                    raise DataError(f"column '{name}' has {count} values for {rows} {part} rows")
 
     @property
     def row_count(self) -> int:
@@ -192,10 +200,28 @@ def text_task(
     kind: TaskKind,
     tokenizer: Any,
     notes: tuple[str, ...] = (),
+    test_columns: Mapping[str, NDArray[Any]] | None = None,
 ) -> Task:
     """Build a task on tokenized texts, with a vocabulary that holds every token of both parts."""
     size = max(train.vocabulary_size(), test.vocabulary_size())
-    return Task(name, train, test, classes, columns, kind=kind, vocabulary_size=size, tokenizer=tokenizer, notes=notes)
+    return Task(
+        name,
+        train,
+        test,
+        classes,
+        columns,
+        kind=kind,
+        vocabulary_size=size,
+        tokenizer=tokenizer,
+        notes=notes,
+        test_columns=test_columns or {},
+    )
+
+
+def _row_count(table: Rows) -> int:
+    """Return the number of rows of a table: documents if texts are cut into windows, else examples."""
+    documents: Tensor | None = getattr(table, "documents", None)
+    return len(table) if documents is None else int(documents[-1]) + 1 if len(documents) else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,14 +321,26 @@ class WindowParts:
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """A task split among clients. Each client's train, validation and test parts are built on access."""
+    """A task split among clients. Each client's train, validation and test parts are built on access.
+
+    Attributes:
+        task: The task.
+        clients: Names of the clients that take part.
+        parts: Rows of each client, those of `clients` before those of `unseen`.
+        unseen: Names of clients that take no part. The model is tested on their data.
+    """
 
     task: Task
     clients: Sequence[str]
     parts: PartsByPosition
+    unseen: Sequence[str] = ()
 
     def __getitem__(self, client: str) -> ClientData:
-        train, validation, test = (Subset(self.task.train, rows) for rows in self.parts[self.clients.index(client)])
+        if client in self.unseen:
+            position = len(self.clients) + self.unseen.index(client)
+        else:
+            position = self.clients.index(client)
+        train, validation, test = (Subset(self.task.train, rows) for rows in self.parts[position])
         return ClientData(train, validation, test)
 
     @property
@@ -324,7 +362,10 @@ class Federation:
             for name, table in (("train", self.task.train), ("test", self.task.test))
             if isinstance(table, Table | ImagesOnDisk)
         }
-        return replace(self, task=replace(self.task, **moved))  # type: ignore[arg-type]
+        new = self.task.new
+        if new is not None and isinstance(new.examples, Table):
+            new = replace(new, examples=new.examples.to(device))
+        return replace(self, task=replace(self.task, new=new, **moved))  # type: ignore[arg-type]
 
     def with_flipped_labels(self, clients: Iterable[str]) -> Federation:
         """Return a federation in which these clients train with class C - 1 - y in place of class y of C.
@@ -343,6 +384,6 @@ class Federation:
     def pooled(self) -> Federation:
         """Return a federation with a single client whose parts are the concatenated parts of all clients."""
         train, validation, test = zip(*(self.parts[position] for position in range(len(self.clients))), strict=True)
-        return Federation(
-            self.task, NamedClients(["pooled"]), [(torch.cat(train), torch.cat(validation), torch.cat(test))]
-        )
+        unseen = [self.parts[len(self.clients) + place] for place in range(len(self.unseen))]
+        pool = (torch.cat(train), torch.cat(validation), torch.cat(test))
+        return Federation(self.task, NamedClients(["pooled"]), [pool, *unseen], self.unseen)

@@ -74,8 +74,9 @@ def text(
     source, targets = limit_rows(source, limit, key, labels)
     options = TextOptions(long_texts, overlap, memory)
     train, held_out, used, notes = read_texts(source, text, targets, tokenizer, max_length, options, pair)
-    columns = source.train.columns(text, label, pair or text)
-    return text_task(source.name, train, held_out, classes, columns, MULTI_LABEL_TEXT if multi else TEXT, used, notes)
+    columns, test_columns = (part.columns(text, label, pair or text) for part in (source.train, source.test))
+    kind = MULTI_LABEL_TEXT if multi else TEXT
+    return text_task(source.name, train, held_out, classes, columns, kind, used, notes, test_columns)
 
 
 def read_texts(

@@ -14,7 +14,7 @@ from partita.core.options import Count, format_value
 from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.labels import label_lists
-from partita.data.loading import DataPath, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
+from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.ragged import RaggedExamples, ragged
 from partita.data.task import Task, text_task
 from partita.data.text import Overlap, cut_notes
@@ -24,22 +24,26 @@ from partita.tasks import TOKENS
 
 TAG = re.compile(r"O|[BI]-.+")
 
+WordTokenizer = Annotated[str | None, "folder or Hub id; default: the model's tokenizer"]
+MaxTokens = Annotated[Count, "maximum number of tokens per sentence"]
+LongSentences = Annotated[
+    Literal["cut", "windows", "error"],
+    "sentences of more than `max_length` tokens: `cut` drops the rest, with a warning; `windows` makes several "
+    "examples of a sentence; `error` stops",
+]
+
 
 def tokens(
     path: DataPath,
     key: Key,
     tokens: Annotated[str, "column with the list of words"] = "tokens",
     tags: Annotated[str, "column with the list of BIO tags"] = "tags",
-    tokenizer: Annotated[str | None, "folder or Hub id; default: the model's tokenizer"] = None,
-    max_length: Annotated[Count, "maximum number of tokens per sentence"] = 256,
+    tokenizer: WordTokenizer = None,
+    max_length: MaxTokens = 256,
     config: HubConfig = None,
     test: TestPart = 0.2,
     limit: Limit = None,
-    long_texts: Annotated[
-        Literal["cut", "windows", "error"],
-        "sentences of more than `max_length` tokens: `cut` drops the rest, with a warning; `windows` makes several "
-        "examples of a sentence; `error` stops",
-    ] = "error",
+    long_texts: LongSentences = "error",
     overlap: Overlap = None,
 ) -> Task:
     """Token classification from a column of words and a column of BIO tags (O, B-type, I-type).
@@ -49,6 +53,21 @@ def tokens(
     most tokens around it; in the others it is context. Scores are those of whole sentences.
     """
     source = load_dataset(path, key, config, test)
+    return tagged_words(source, key, tokens, tags, tokenizer, max_length, limit, long_texts, overlap)
+
+
+def tagged_words(
+    source: Dataset,
+    key: Key,
+    tokens: str,
+    tags: str,
+    tokenizer: str | None,
+    max_length: int,
+    limit: int | None,
+    long_texts: str,
+    overlap: int | None,
+) -> Task:
+    """Build the task from a dataset. The arguments are as in `tokens`."""
     words = [_words(part, tokens, tags) for part in (source.train, source.test)]
     classes, *numbers = label_lists(source, tags)
     if not any(classes[number] != "O" for rows in numbers for row in rows for number in row):
@@ -81,7 +100,8 @@ def tokens(
         tables.append(_examples(encoded, targets, windows, max_length, long_texts == "windows"))
     train, held_out = tables
     notes = () if long_texts == "windows" else cut_notes(source, cut, sum(map(len, pairs)), encode)
-    return text_task(source.name, train, held_out, classes, source.train.columns(), TOKENS, encode.tokenizer, notes)
+    columns, test_columns = source.train.columns(), source.test.columns()
+    return text_task(source.name, train, held_out, classes, columns, TOKENS, encode.tokenizer, notes, test_columns)
 
 
 def _words(part: DatasetPart, tokens: str, tags: str) -> list[list[str]]:

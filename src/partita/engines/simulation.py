@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from partita.core.client import (
     client_params,
     finish_round,
 )
-from partita.core.data import EvaluateOn, Examples, Population, TableExamples
+from partita.core.data import EvaluateOn, Examples, NewClasses, Population, TableExamples
 from partita.core.model import Model
 from partita.core.plan import Phase
 from partita.core.rounds import ClientFailure
@@ -109,7 +109,11 @@ class SimulationEngine:
         return replies()
 
     def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
-        """Score each client's model on its own test examples, its own validation examples, or the examples `on`."""
+        """Score each client's model on its own test examples, its own validation examples, or the examples `on`.
+
+        New classes are scored with a model that has their names in place of the names of training.
+        """
+        base = self.model.for_classes(on.classes) if isinstance(on, NewClasses) else self.model
         for chunk in chunks(jobs, self.block):
             full = [self._all_params(job) for job in chunk]
             if self.run.method.adapt:
@@ -119,12 +123,16 @@ class SimulationEngine:
                 adapted = self._launch(plain, trials)()
                 full = [{**params, **own.params} for params, own in zip(full, adapted, strict=True)]
             for job, params in zip(chunk, full, strict=True):
-                examples = self._own_part(job.client, on) if on is None or isinstance(on, str) else on
-                model = client_model(self.run, self.model, job)
+                examples = self._examples(job.client, on)
+                model = client_model(self.run, base, job)
                 yield job.client, score(model, model.personal(params), examples, self.evaluator)
 
-    def _own_part(self, client: str, part: Literal["validation"] | None) -> Examples:
-        return self.population[client].test if part is None else self.population[client].validation
+    def _examples(self, client: str, on: EvaluateOn) -> Examples:
+        if isinstance(on, NewClasses):
+            return on.examples
+        if on is None:
+            return self.population[client].test
+        return self.population[client].validation if isinstance(on, str) else on
 
     def _adaptation(self, job: Job, phases: tuple[Phase, ...]) -> ClientRound:
         state = self.store.load(job.client, job.round + 1)

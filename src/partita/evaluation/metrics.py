@@ -1,11 +1,10 @@
-"""Evaluators for each kind of task. scikit-learn and seqeval are imported on first use."""
+"""Evaluators for each kind of task. scikit-learn is imported on first use."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from partita.core.data import IGNORE_INDEX
+from partita.evaluation.entities import Counts, TagScheme
 
 
 class EvaluationError(ValueError):
@@ -40,6 +40,7 @@ LOSS = Metric("loss", higher_is_better=False, fraction=False)
 PERPLEXITY = Metric("perplexity", higher_is_better=False, fraction=False)
 MSE = Metric("mse", higher_is_better=False, fraction=False)
 MAE = Metric("mae", higher_is_better=False, fraction=False)
+ECE = Metric("ece", higher_is_better=False)
 R2 = Metric("r2", fraction=False)  # at most 1, and negative if the mean of the targets would be a better prediction
 
 
@@ -59,7 +60,11 @@ class Predictions:
 
 
 class Evaluator(Protocol):
-    """Computes scores from batches of predictions. Scores that are undefined for the examples are omitted."""
+    """Computes scores from batches of predictions. Scores that are undefined for the examples are omitted.
+
+    Besides its `metrics`, an evaluator may return scores of single entity types, named as by `type_score`. They say
+    more about the examples than other scores, so they are computed everywhere but leave no client.
+    """
 
     @property
     def primary(self) -> Metric:
@@ -88,20 +93,21 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Accuracy and mean loss only: cheap for large test sets."""
+    """Accuracy, calibration error and mean loss only: cheap for large test sets."""
 
     primary: ClassVar[Metric] = Metric("accuracy")
-    metrics: ClassVar[tuple[Metric, ...]] = (Metric("accuracy"), LOSS)
+    metrics: ClassVar[tuple[Metric, ...]] = (Metric("accuracy"), ECE, LOSS)
     batch: ClassVar[int] = 512  # large, because no activations are kept for a backward pass
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        right = loss = 0.0
+        calibration = Calibration()
+        loss: list[Tensor] = []
         count = 0
         for batch in batches:
-            right += float((batch.logits.argmax(-1) == batch.targets).sum())
-            loss += float(batch.losses.sum())
+            calibration.add(batch.logits, batch.targets)
+            loss.append(batch.losses.sum())
             count += len(batch.targets)
-        return {"accuracy": right / count, "loss": loss / count}
+        return {**calibration.scores(), "loss": sum(torch.stack(loss).tolist()) / count}
 
     def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
         return batch.logits.argmax(-1), batch.targets
@@ -117,6 +123,7 @@ class SingleLabel:
         Metric("macro_f1"),
         Metric("micro_f1"),
         Metric("auroc"),
+        ECE,
         LOSS,
     )
     batch: ClassVar[int] = 64
@@ -124,9 +131,11 @@ class SingleLabel:
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
         logits, targets, loss = _gathered(batches)
         guesses = logits.argmax(1)
+        calibration = Calibration()
+        calibration.add(logits, targets)
         truth = functional.one_hot(targets, logits.shape[1])  # (example, class)
         return {
-            "accuracy": float((guesses == targets).double().mean()),
+            **calibration.scores(),
             **_f1(targets.numpy(), guesses.numpy()),
             **_auroc(truth.numpy(), logits.double().softmax(1).numpy()),
             "loss": loss,
@@ -138,16 +147,33 @@ class SingleLabel:
 
 @dataclass(frozen=True)
 class MultiLabel:
-    """Multi-label classification with threshold 0.5. Macro averages are over the classes that occur."""
+    """Multi-label classification. Macro averages are over the classes that occur.
+
+    F1 is for the threshold 0.5. AUROC and AUPRC need none; AUPRC is the average precision, and its micro average ranks
+    all pairs of an example and a class in one list.
+    """
 
     primary: ClassVar[Metric] = Metric("micro_f1")
-    metrics: ClassVar[tuple[Metric, ...]] = (Metric("macro_f1"), Metric("micro_f1"), Metric("auroc"), LOSS)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("macro_f1"),
+        Metric("micro_f1"),
+        Metric("auroc"),
+        Metric("macro_auprc"),
+        Metric("micro_auprc"),
+        LOSS,
+    )
     batch: ClassVar[int] = 64
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
         logits, targets, loss = _gathered(batches)
         truth = targets.long().numpy()  # (example, class)
-        return {**_f1(truth, (logits > 0).long().numpy()), **_auroc(truth, logits.double().numpy()), "loss": loss}
+        scores = logits.double().numpy()
+        return {
+            **_f1(truth, (logits > 0).long().numpy()),
+            **_auroc(truth, scores),
+            **_auprc(truth, scores),
+            "loss": loss,
+        }
 
     def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
         return (batch.logits > 0).long(), batch.targets.long()  # (example, class)
@@ -155,13 +181,14 @@ class MultiLabel:
 
 @dataclass(frozen=True)
 class Entities:
-    """Entity scores from BIO tags, as in seqeval's strict mode: the type and all words of an entity must match.
+    """Entity scores from BIO tags, of all types together and of each type.
+
+    Strict matching is as in seqeval's strict mode: the type and all words of an entity must match. Relaxed matching is
+    as in the i2b2 and n2c2 challenges: the type must match, and one word is enough. A true entity counts for one
+    predicted entity, so two halves of it are one match and one error.
 
     Attributes:
         tags: The name of each class, such as "B-person", in the order of the logits.
-
-    Raises:
-        EvaluationError: If the package seqeval is not installed.
     """
 
     tags: tuple[str, ...]
@@ -171,30 +198,28 @@ class Entities:
         Metric("precision"),
         Metric("recall"),
         Metric("f1"),
+        Metric("relaxed_precision"),
+        Metric("relaxed_recall"),
+        Metric("relaxed_f1"),
         Metric("accuracy"),
         LOSS,
     )
     batch: ClassVar[int] = 64
 
-    def __post_init__(self) -> None:
-        if find_spec("seqeval") is None:
-            raise EvaluationError("entity scores need the package 'seqeval': pip install 'partita[text]'")
-
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        truths: list[list[str]] = []
-        guesses: list[list[str]] = []
-        mean = _MeanPerToken()
+        scheme, mean = TagScheme(self.tags), _MeanPerToken()
+        counts = [Counts() for _ in scheme.types]
         right = 0
         for batch in batches:
             mean.add(batch)
             predicted, targets = batch.logits.argmax(-1).cpu(), batch.targets.cpu()  # (example, token)
             valid = targets != IGNORE_INDEX
             right += int(((predicted == targets) & valid).sum())
-            for row, real in enumerate(valid):
-                truths.append([self.tags[tag] for tag in targets[row][real].tolist()])
-                guesses.append([self.tags[tag] for tag in predicted[row][real].tolist()])
+            first = (valid & (valid.cumsum(1) == 1))[valid].numpy()  # (token,)
+            true, told = (scheme.spans(tags[valid].numpy(), first) for tags in (targets, predicted))
+            counts = [old + new for old, new in zip(counts, scheme.count(true, told), strict=True)]
         scores = {"accuracy": right / mean.count, "loss": mean.value} if mean.count else {}
-        return {**_entity_scores(truths, guesses), **scores}
+        return {**sum(counts, Counts()).scores(), **scores, **_by_type(scheme.types, counts)}
 
     def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
         valid = batch.targets != IGNORE_INDEX
@@ -242,13 +267,50 @@ class Regression:
         return None
 
 
+# Scores of a test on classes that no client trained on; its harmonic mean is with the score on the others.
+NEW_CLASS_METRICS = (Metric("new_accuracy"), Metric("harmonic_mean"))
 METRIC_NAMES = tuple(
     dict.fromkeys(
         metric.name
-        for evaluator in (Accuracy, SingleLabel, MultiLabel, Entities, NextToken, Regression)
-        for metric in evaluator.metrics
+        for metrics in (
+            *(each.metrics for each in (Accuracy, SingleLabel, MultiLabel, Entities, NextToken, Regression)),
+            NEW_CLASS_METRICS,
+        )
+        for metric in metrics
     )
 )
+
+
+class Calibration:
+    """Compares how sure a classifier is with how often it is right.
+
+    The expected calibration error (Guo et al. 2017) sorts examples by the largest probability of a class into 15 bins
+    of equal width, closed at the upper end. It is the mean over examples of their bin's difference between the mean
+    probability and the accuracy.
+    """
+
+    BINS = 15
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []  # (2, example): whether the prediction is right, and its probability
+
+    def add(self, logits: Tensor, targets: Tensor) -> None:
+        """Add a batch of logits (example, class) and class indices (example,)."""
+        guesses = logits.argmax(-1)
+        top = logits.gather(-1, guesses.unsqueeze(-1)).squeeze(-1)
+        sure = (top - logits.logsumexp(-1)).exp()
+        self.parts.append(torch.stack((guesses == targets, sure)))
+
+    def scores(self) -> dict[str, float]:
+        """Return "accuracy" and "ece". The error is undefined if a probability is not a number."""
+        # The values are read once, at the end, so that a GPU does not wait in each batch.
+        right, sure = torch.cat(self.parts, 1).double().cpu()
+        accuracy = {"accuracy": float(right.sum()) / len(right)}
+        if not bool(sure.isfinite().all()):
+            return accuracy
+        place = (sure * self.BINS).ceil().long().sub(1).clamp(0, self.BINS - 1)
+        gaps = torch.bincount(place, right - sure, self.BINS)  # (bin,)
+        return {**accuracy, "ece": float(gaps.abs().sum()) / len(right)}
 
 
 class _MeanPerToken:
@@ -294,6 +356,25 @@ def _auroc(truth: NDArray[Any], scores: NDArray[Any]) -> dict[str, float]:
     return {"auroc": float(np.mean([roc_auc_score(truth[:, place], scores[:, place]) for place in both]))}
 
 
+def _auprc(truth: NDArray[Any], scores: NDArray[Any]) -> dict[str, float]:
+    """Return the mean average precision over the classes with positive examples, and the one of all classes pooled."""
+    occurring = np.flatnonzero(truth.any(0))
+    if not len(occurring) or not np.isfinite(scores).all():
+        return {}
+    by_class = [_average_precision(truth[:, place], scores[:, place]) for place in occurring]
+    pooled = _average_precision(truth.ravel(), scores.ravel())
+    return {"macro_auprc": float(np.mean(by_class)), "micro_auprc": pooled}
+
+
+def _average_precision(truth: NDArray[Any], scores: NDArray[Any]) -> float:
+    """Return the mean precision over the positive examples, each at the threshold of its own score."""
+    order = np.argsort(-scores)
+    ranked = scores[order]
+    last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))  # the last example of each distinct score
+    found = np.cumsum(truth[order])[last]
+    return float(np.sum(found / (last + 1) * np.diff(found, prepend=0)) / found[-1])
+
+
 def _r2(errors: Tensor, targets: Tensor) -> dict[str, float]:
     """Return the mean R² over the targets that vary. For a constant target it is undefined."""
     varies = targets.amin(0) < targets.amax(0)  # (target,)
@@ -302,11 +383,34 @@ def _r2(errors: Tensor, targets: Tensor) -> dict[str, float]:
     return {"r2": value} if math.isfinite(value) else {}
 
 
-def _entity_scores(truths: list[list[str]], guesses: list[list[str]]) -> dict[str, float]:
-    from seqeval.metrics.v1 import precision_recall_fscore_support
-    from seqeval.scheme import IOB2
+TYPE_SCORES = ("precision", "recall", "f1", "relaxed_f1")  # the scores of a single entity type
+_SEPARATOR = "/"  # no metric has it in its name
 
-    if not any(tag != "O" for row in (*truths, *guesses) for tag in row):
-        return {}
-    values = precision_recall_fscore_support(truths, guesses, average="micro", zero_division=0, scheme=IOB2)
-    return {name: float(value) for name, value in zip(("precision", "recall", "f1"), values[:3], strict=True)}
+
+def type_score(metric: str, entity_type: str) -> str:
+    """Return the name of a score of one entity type."""
+    return f"{metric}{_SEPARATOR}{entity_type}"
+
+
+def without_types(scores: Mapping[str, float]) -> dict[str, float]:
+    """Return the scores that are not of a single entity type."""
+    return {name: value for name, value in scores.items() if _SEPARATOR not in name}
+
+
+def by_type(scores: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return the scores of single entity types, by type and metric. "entities" is the number of true entities."""
+    types: dict[str, dict[str, float]] = {}
+    for name, value in scores.items():
+        metric, separator, entity_type = name.partition(_SEPARATOR)
+        if separator:
+            types.setdefault(entity_type, {})[metric] = value
+    return types
+
+
+def _by_type(types: Sequence[str], counts: Sequence[Counts]) -> dict[str, float]:
+    return {
+        type_score(metric, entity_type): value
+        for entity_type, of_type in zip(types, counts, strict=True)
+        if (scores := of_type.scores())
+        for metric, value in (("entities", of_type.true), *((name, scores[name]) for name in TYPE_SCORES))
+    }

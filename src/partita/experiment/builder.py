@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from partita.evaluation.own_metrics import with_own_metrics
 from partita.experiment import early_stopping
 from partita.experiment.config import Config, EngineConfig, FederationConfig, shared_digest
 from partita.experiment.config_code import check_recorded
+from partita.experiment.subgroups import Groups, find_groups
 from partita.experiment.tracking import TRACKERS
 from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.secret import draw, from_file
@@ -65,6 +66,7 @@ class Experiment:
     guard: PrivacyGuard | None = None
     graphs: GraphCache | None = None
     one_by_one: str = ""  # why clients cannot train together
+    subgroups: Groups = field(default_factory=dict)  # of the central test set
 
     @cached_property
     def initial_values(self) -> InitialValues:
@@ -98,6 +100,8 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
             "tokens; leave it out"
         )
     drops = config.training.dropout and raw_model.uses_dropout()
+    if raw_federation.task.new:
+        raw_model.for_classes(raw_federation.task.new.classes)  # refuses before any training if it cannot
     if config.engine.cache_frozen:
         model, federation = _cached(raw_model, raw_federation)
         if drops:
@@ -131,7 +135,10 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     evaluator = with_generation(task.kind.evaluator(task.classes), wanted.max_new_tokens, wanted.generate_examples)
     evaluator = with_own_metrics(evaluator, wanted.metrics)
     early_stopping.check(config, evaluator, federation, guard)
-    return Experiment(config, run, model, federation, availability, device, block, evaluator, guard, graphs, reason)
+    subgroups = find_groups(task, config.evaluate.subgroups)
+    return Experiment(
+        config, run, model, federation, availability, device, block, evaluator, guard, graphs, reason, subgroups
+    )
 
 
 def build_method(options: Mapping[str, Any]) -> Method:
@@ -321,8 +328,10 @@ def _cached(model: Model, federation: Federation) -> tuple[Model, Federation]:
     from partita.models.frozen_cache import cache_frozen
 
     task = federation.task
-    above, (train, test) = cache_frozen(model, task.train, task.test)
-    return above, replace(federation, task=replace(task, train=train, test=test))  # type: ignore[arg-type]
+    new = () if task.new is None else (task.new.examples,)
+    above, (train, test, *cached_new) = cache_frozen(model, task.train, task.test, *new)
+    held = replace(task.new, examples=cached_new[0]) if task.new else None
+    return above, replace(federation, task=replace(task, train=train, test=test, new=held))  # type: ignore[arg-type]
 
 
 def _without_name(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -224,6 +224,13 @@ class EvaluateConfig:
         "generate texts for at most this many examples of a test set, the first ones; tasks that generate only; left "
         "out: all",
     ] = None
+    subgroups: Annotated[
+        str | None, "column of the central test set; the task's own metric is recorded for each of its values"
+    ] = None
+    subgroup_min: Annotated[
+        Count | None,
+        "a subgroup of fewer examples (left out: 30) is marked in reports, and does not count for the gap",
+    ] = None
     metrics: Annotated[
         tuple[str, ...], "your own metrics, such as `mine.py:recall`: functions of all logits and targets"
     ] = ()
@@ -357,7 +364,11 @@ _NAMED: dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]] = {
     "model": ("name", models.INDEX, ("task", "key")),
     "sampling": ("name", SAMPLING, ()),
 }
-_OF_EVERY_SPLIT = ("task", "name", "clients", "key", "options")  # parameters of data.split that are not config options
+# Tables in which all names share some options: the function that takes these, and its other parameters.
+_SHARED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "data": (data.load, ("name", "key", "options")),
+    "split": (data.split, ("task", "name", "clients", "key", "options")),
+}
 
 
 def headings() -> list[str]:
@@ -377,7 +388,7 @@ def options_under(heading: str) -> dict[str, Option]:
     if table in _TABLES:
         return options_of(_TABLES[table])
     _, index, given = _NAMED[table]
-    common = options_of(data.split, _OF_EVERY_SPLIT) if table == "split" else {}
+    common = options_of(*_SHARED[table]) if table in _SHARED else {}
     return {**options_of(find_function(index, name, table), given), **common}
 
 
@@ -525,7 +536,7 @@ def parse(raw: Mapping[str, Any]) -> Config:
         config,
         method=_filled_method(config.method),
         data=_filled(config.data, "data"),
-        split=_filled_split(config.split),
+        split=_filled(config.split, "split"),
         model=_filled(config.model, "model"),
         sampling=_filled(config.sampling, "sampling"),
     )
@@ -547,21 +558,18 @@ def _filled_method(table: Table) -> Table:
 
 
 def _filled(table: Table, where: str) -> Table:
+    """Fill in the defaults of this name and of the keys that all names of the table share."""
     name, options = _named(table, where)
     _, index, given = _NAMED[where]
     function = find_function(index, name, where)
-    return {"name": name, **_defaults(function), **validate_options(function, options, where, given, name)}
-
-
-def _filled_split(table: Table) -> Table:
-    """Fill in the defaults of this kind of split and of the keys that all kinds share."""
-    kind, options = _named(table, "split")
-    function = find_function(data.SPLITS, kind, "split")
-    common = _defaults(data.split)
-    cuts = {key: options.pop(key) for key in common if key in options}
-    validate_options(data.split, cuts, "split", _OF_EVERY_SPLIT)
-    own = validate_options(function, options, "split", _NAMED["split"][2], kind, others=common)
-    return {"name": kind, **common, **_defaults(function), **cuts, **own}
+    if where not in _SHARED:
+        return {"name": name, **_defaults(function), **validate_options(function, options, where, given, name)}
+    shared_by, others = _SHARED[where]
+    common = _defaults(shared_by)
+    shared = {key: options.pop(key) for key in options_of(shared_by, others) if key in options}
+    validate_options(shared_by, shared, where, others)
+    own = validate_options(function, options, where, given, name, others=options_of(shared_by, others))
+    return {"name": name, **common, **_defaults(function), **shared, **own}
 
 
 def _named(table: Table, where: str) -> tuple[str, dict[str, Any]]:

@@ -238,7 +238,10 @@ def _site(context: Context, config: Path) -> Site:
 
 def _settings(config: Path, settings: Mapping[str, Any], *more: str) -> Config:
     with importing():
-        return load(config, [*shlex.split(str(settings.get("set", ""))), *more])
+        found = load(config, [*shlex.split(str(settings.get("set", ""))), *more])
+    if found.split.get("unseen") is not None:
+        raise FlowerError("split.unseen is for simulations: a client that takes no part has no node; leave it out")
+    return found
 
 
 def _identity(config: Config) -> str:

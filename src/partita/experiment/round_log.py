@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from partita.core.client import Job
+from partita.core.data import Examples, NewClasses
 from partita.core.method import Server, overrides
 from partita.core.model import Model, layer_tag, layer_tags, role_tag
 from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.rounds import Engine, RoundResult, make_job
 from partita.core.settings import Run, RunError
 from partita.evaluation import evaluate
+from partita.evaluation.metrics import by_type, without_types
 from partita.experiment import early_stopping, run_folder
 from partita.experiment.alarms import LONG_WINDOW, RoundSummary, check_round, check_test, check_window, summarize
 from partita.experiment.builder import Experiment
+from partita.experiment.subgroups import SMALL, score_groups
 from partita.privacy.disclosure import withhold
 
 Row = dict[str, Any]
+HARMONIC_MEAN = "harmonic_mean"
 
 
 @dataclass
@@ -127,7 +131,7 @@ def validate_round(experiment: Experiment, engine: Engine, result: RoundResult) 
         return {}
     clients = early_stopping.evaluated_clients(experiment.config, engine.clients())
     scored = dict(engine.evaluate(_jobs(experiment, result, clients), "validation"))
-    scored = {client: scores for client, scores in scored.items() if scores}
+    scored = {client: without_types(scores) for client, scores in scored.items() if scores}
     if not scored:
         raise RunError(
             f"none of {len(clients)} clients has a score on validation examples in round {result.number}; raise "
@@ -159,8 +163,10 @@ def evaluate_round(experiment: Experiment, engine: Engine, result: RoundResult, 
         last: Whether the run stops after this round.
 
     Returns:
-        "test" and "personal", and "alarms" if the tested model raises one. There is none for clients' own models: a
-        client with few classes may well predict only one.
+        "test" and "personal", "unseen" if there are unseen clients, "by_type" and "subgroups" if the test has such
+        scores, and "alarms" if the tested model raises one. There is none for clients' own models: a client with few
+        classes may well predict only one. Scores by entity type and by subgroup are of the central test set only,
+        because they say much about single examples.
     """
     due, run = experiment.config.evaluate, experiment.run
     last = last or result.number + 1 == run.rounds
@@ -170,27 +176,69 @@ def evaluate_round(experiment: Experiment, engine: Engine, result: RoundResult, 
     def jobs() -> Iterator[Job]:
         return _jobs(experiment, result, clients)
 
+    def score_own(examples: Examples | NewClasses) -> dict[str, float]:
+        # There is no single model: average the scores of the clients' own models on the central test set.
+        # Remote clients do not hold that set, so then there are no scores.
+        scored = [scores for _, scores in engine.evaluate(jobs(), examples)] if _may_report(experiment) else []
+        return _mean(scored) if scored else {}
+
+    def score_shared(examples: Examples | NewClasses) -> dict[str, float]:
+        tested_model = model
+        if isinstance(examples, NewClasses):
+            tested_model, examples = model.for_classes(examples.classes), examples.examples
+        return evaluate(tested_model, result.server.params, examples, experiment.evaluator).scores
+
     test: dict[str, float] | None = None
-    alarms: Row = {}
+    more: Row = {}
     if last or (result.number + 1) % due.every == 0:
         if _personal(run, *make_job(run, model, result.server, result.number, clients[0]), result.server):
-            # There is no single model: average the scores of the clients' own models on the central test set.
-            # Remote clients do not hold that set, so then there are no scores.
-            scored = (
-                [scores for _, scores in engine.evaluate(jobs(), federation.test)] if _may_report(experiment) else []
-            )
-            test = _mean(scored) if scored else None
+            scores, score = score_own(federation.test), score_own
         else:
             tested = evaluate(model, result.server.params, federation.test, experiment.evaluator)
-            test, raised = tested.scores, check_test(result.number, tested, federation.task.classes)
-            alarms = {"alarms": {alarm.kind: alarm.text for alarm in raised}} if raised else {}
+            scores, score = tested.scores, score_shared
+            if raised := check_test(result.number, tested, federation.task.classes):
+                more["alarms"] = {alarm.kind: alarm.text for alarm in raised}
+        test = without_types(scores) or None
+        if federation.task.new and test:
+            test |= base_to_new(experiment.evaluator.primary.name, test, score(federation.task.new))
+        if types := by_type(scores):
+            more["by_type"] = types
+        if experiment.subgroups and test:
+            more["subgroups"] = score_groups(
+                experiment.subgroups, federation.test, experiment.evaluator.primary, due.subgroup_min or SMALL, score
+            )
     personal: dict[str, dict[str, float]] | None = None
     if due.personal_every and _may_report(experiment) and (last or (result.number + 1) % due.personal_every == 0):
-        personal = {}
-        for client, scores in engine.evaluate(jobs()):
-            for metric, value in scores.items():
-                personal.setdefault(metric, {})[client] = value
-    return {"test": test, "personal": personal, **alarms}
+        personal = _by_metric(engine.evaluate(jobs()))
+        if federation.unseen:
+            # They have no state, so a model with personal parameters has their initial values.
+            unseen = early_stopping.evaluated_clients(experiment.config, federation.unseen)
+            more["unseen"] = _by_metric(engine.evaluate(_jobs(experiment, result, unseen)))
+    return {"test": test, "personal": personal, **more}
+
+
+def _by_metric(scored: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """Return clients' scores by metric and client, without those of single entity types."""
+    found: dict[str, dict[str, float]] = {}
+    for client, scores in scored:
+        for metric, value in without_types(scores).items():
+            found.setdefault(metric, {})[client] = value
+    return found
+
+
+def base_to_new(metric: str, base: Mapping[str, float], new: Mapping[str, float]) -> dict[str, float]:
+    """Return the score on classes that no client trained on, and its harmonic mean with the one on the others.
+
+    Args:
+        metric: The metric.
+        base: The scores on the classes of training.
+        new: The scores on the new classes.
+    """
+    if metric not in base or metric not in new:
+        return {}
+    total = base[metric] + new[metric]
+    mean = 2 * base[metric] * new[metric] / total if total else 0.0
+    return {f"new_{metric}": new[metric], HARMONIC_MEAN: mean}
 
 
 def _may_report(experiment: Experiment) -> bool:

@@ -72,12 +72,30 @@ ROW: Mapping[str, Quantity] = {
         "scores of a noised model on the central test set; withheld if models trained on raw data would be tested: "
         "clients' own models under client-level privacy, and heads fitted for the test unless method.finetune is 0",
     ),
+    "by_type": Quantity(
+        "noised",
+        "noised",
+        "scores of `test` by entity type, and how many entities of each type the central test set has; clients never "
+        "send such scores of their own examples",
+    ),
+    "subgroups": Quantity(
+        "noised",
+        "noised",
+        "scores of `test` by a column of the central test set, and how many examples each group has; clients never "
+        "send such scores of their own examples",
+    ),
     "personal": Quantity(
         "named",
         "withheld",
         "scores of noised models on clients' own test sets: test examples are not covered, and "
         "evaluate.personal_every = 0 disables these tests; withheld if heads are fitted for the test, unless "
         "method.finetune is 0",
+    ),
+    "unseen": Quantity(
+        "named",
+        "withheld",
+        "scores of noised models on the test sets of clients that take no part: their examples are not covered; "
+        "leave split.unseen out to disable these tests",
     ),
     "privacy": Quantity(
         "public", "public", "epsilon is computed from public numbers, and the signal from noised values"

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MISSING = "–"
-LOWER = ("loss", "perplexity", "mse", "mae")  # lower is better; for all other metrics higher is better
+LOWER = ("loss", "perplexity", "mse", "mae", "ece")  # lower is better; for all other metrics higher is better
 UNBOUNDED = ("r2",)  # higher is better, but values can be negative
+LOWER_FRACTIONS = ("ece",)  # lower is better, and values are from 0 to 1
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Metric:
         """Whether values are from 0 to 1 and shown in percent. Others are shown as they are."""
         if self.recorded_fraction is not None:
             return self.recorded_fraction
-        return self.higher_is_better and self.name not in UNBOUNDED
+        return self.name in LOWER_FRACTIONS or (self.higher_is_better and self.name not in UNBOUNDED)
 
     @property
     def scale(self) -> float:

@@ -11,7 +11,7 @@ from importlib.resources import files
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from partita.report import sections
+from partita.report import score_details, sections
 from partita.report.comparison import Comparison
 from partita.report.html_elements import (
     breakable,
@@ -49,6 +49,7 @@ def page(
     parts = (
         _header(records, title),
         _comparison(records, compare(records, target, metric)),
+        score_details.details_section(records),
         sections.split_section(records),
         sections.figures_section(records, metric_of(records, metric).name),
         sections.layers_section(records),

@@ -10,6 +10,7 @@ from partita.report.comparison import Comparison, Difference, Line, Reach, Score
 from partita.report.metric import MISSING, Metric, metric_named, short
 from partita.storage.safe_text import printable
 
+SCORES_BESIDE = 6  # columns of scores that fit beside each other
 PERSONAL_GROUP, SCORES, COSTS = "personal", "all scores", ("per client-round", "per run")
 
 
@@ -82,9 +83,15 @@ def score_columns(comparison: Comparison) -> list[Column]:
 def by_question(comparison: Comparison) -> dict[str, list[Column]]:
     """Return the columns as tables by title, which fit without scrolling. Each starts with the column of labels."""
     name, *rest = columns(comparison)
+    scores = score_columns(comparison)
+    more = {
+        f"All scores, from {scores[place].heading}": scores[place : place + SCORES_BESIDE]
+        for place in range(SCORES_BESIDE, len(scores), SCORES_BESIDE)
+    }
     tables = {
         "Results": [column for column in rest if column.group not in (PERSONAL_GROUP, *COSTS)],
-        "All scores": score_columns(comparison),
+        "All scores": scores[:SCORES_BESIDE],
+        **more,
         "Results by client": [column for column in rest if column.group == PERSONAL_GROUP],
         "Cost": [column for column in rest if column.group in COSTS],
     }

@@ -127,7 +127,8 @@ ROW = record(
     {
         **dict.fromkeys(("seconds", "lr", "train_loss"), real),
         **dict.fromkeys(("bytes", "up", "down", "test", "validation", "losses"), optional(_NUMBERS)),
-        **dict.fromkeys(("drift", "personal"), _BY_GROUP),
+        **dict.fromkeys(("drift", "personal", "unseen", "by_type"), _BY_GROUP),
+        "subgroups": optional(record({"groups": table(_NUMBERS)}, {"gap": real, "minimum": real})),
         "cohort": optional(list_of(text)),
         "population": count,
         **dict.fromkeys(("lost", "refused"), optional(table(text))),

@@ -18,6 +18,7 @@ from partita.core.tensors import Names, Slots
 from partita.core.update import Update
 from partita.engines.flower.messages import JobId, MessageError, SiteRequest, first_unknown, printable_line
 from partita.evaluation import Evaluator, Metric
+from partita.evaluation.metrics import without_types
 
 MAX_ABS = 1e100  # largest number in a message: squares and sums of such numbers stay finite
 MAX_ENTRY_BYTES = 256  # size of a tensor's header entry without its name
@@ -78,9 +79,12 @@ def _range(metric: Metric) -> str:
 
 
 def valid_scores(scores: Mapping[str, float], evaluator: Evaluator) -> dict[str, float]:
-    """Return the scores that can be recorded and averaged. A diverged model may have others."""
+    """Return the scores that may leave the site: those that can be recorded and averaged.
+
+    A diverged model may have others. Scores of single entity types stay at the site.
+    """
     metrics = {metric.name: metric for metric in evaluator.metrics}
-    return {name: value for name, value in scores.items() if _is_valid_score(metrics[name], value)}
+    return {name: value for name, value in without_types(scores).items() if _is_valid_score(metrics[name], value)}
 
 
 def check_request(run: Run, model: Model, client: str, config: str, request: SiteRequest, done: int) -> Plan:

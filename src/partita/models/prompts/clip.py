@@ -69,7 +69,9 @@ def clip(
         length = full_length(module.text_model.config)
         return freeze(config.model_type, module, _tokenizer(path, length), task.classes, template, DTYPES[dtype])
     assert shape is not None
-    words = sorted({word for text in (template.format(""), *task.classes) for word in _words(text)})
+    new = getattr(task, "new", None)  # random towers need a token for each word of the new classes too
+    classes = (*task.classes, *(new.classes if new else ()))
+    words = sorted({word for text in (template.format(""), *classes) for word in _words(text)})
     with loading.seeded(key):
         module = CLIPModel(_config(shape, task, len(words)))
     return freeze(f"random {shape} clip", module, _word_tokenizer(words), task.classes, template, DTYPES[dtype])

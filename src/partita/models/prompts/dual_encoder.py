@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class DualEncoder(Model):
             attention mask (class, token).
         initial: Initial value of the temperature, as a log scale.
         tags: Tags of the temperature.
+        template: Text of a class, with {} for its name.
     """
 
     name: str
@@ -46,6 +47,7 @@ class DualEncoder(Model):
     precomputed: Tensors
     initial: Tensors
     tags: Mapping[str, Names]
+    template: str
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return self.compare(params, self.image_features(inputs)[:, 0], self.precomputed["texts"])
@@ -70,6 +72,9 @@ class DualEncoder(Model):
         if kind not in KINDS:
             raise ModelError(f"unknown kind of prompts '{kind}'; {closest_match(kind, KINDS)}")
         return KINDS[kind](self, key, **options)
+
+    def for_classes(self, classes: tuple[str, ...]) -> DualEncoder:
+        return replace(self, precomputed=_encode_classes(self, classes))
 
     def depth(self) -> int:
         """Return the number of layers of the image tower."""
@@ -231,7 +236,6 @@ def freeze(
     """
     if template.count("{}") != 1:
         raise ModelError(f"template is '{template}'; it must have exactly one {{}} as the placeholder of the class")
-    classes = [label.replace("_", " ") for label in classes]
     image_tower_spec(str(module.vision_model.config.model_type))
     text_tower_spec(str(module.text_model.config.model_type))
     module.train(False).requires_grad_(False)
@@ -239,17 +243,20 @@ def freeze(
     module.to(dtype)
     with without_logs():
         module.set_attn_implementation(attention.NAME)
-    towers = DualEncoder(name, module, tokenize, {}, {SCALE: scale}, {SCALE: frozenset({"head"})})
-    with torch.no_grad():
-        towers.precomputed["texts"] = towers.encode_text(
-            *_embed_classes(towers, [template.format(label) for label in classes], classes)
-        )
-        # With a learned context, the end of the template still follows the class name.
-        rest = template.partition("{}")[2]
-        towers.precomputed["token_embeddings"], towers.precomputed["attention_mask"] = _embed_classes(
-            towers, [label + rest for label in classes], classes
-        )
+    towers = DualEncoder(name, module, tokenize, {}, {SCALE: scale}, {SCALE: frozenset({"head"})}, template)
+    towers.precomputed.update(_encode_classes(towers, classes))
     return towers
+
+
+@torch.no_grad()
+def _encode_classes(towers: DualEncoder, classes: Sequence[str]) -> Tensors:
+    """Return what is precomputed for classes; see `DualEncoder`."""
+    names = [label.replace("_", " ") for label in classes]
+    texts = towers.encode_text(*_embed_classes(towers, [towers.template.format(label) for label in names], names))
+    # With a learned context, the end of the template still follows the class name.
+    rest = towers.template.partition("{}")[2]
+    token_embeddings, attention_mask = _embed_classes(towers, [label + rest for label in names], names)
+    return {"texts": texts, "token_embeddings": token_embeddings, "attention_mask": attention_mask}
 
 
 def _embed_classes(towers: DualEncoder, texts: Sequence[str], classes: Sequence[str]) -> tuple[Tensor, Tensor]:

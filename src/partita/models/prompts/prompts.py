@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -47,6 +47,16 @@ class PromptModel(Model):
     ) -> Tensor:
         return self.towers.class_losses(out, targets, label_smoothing, class_weights)
 
+    def for_classes(self, classes: tuple[str, ...]) -> PromptModel:
+        towers = self.towers.for_classes(classes)
+        check_length(towers, self.context_length() + int(towers.precomputed["attention_mask"].sum(1).max()))
+        return replace(self, towers=towers)
+
+    def context_length(self) -> int:
+        """Return the number of learned tokens before a class name; 0 if it is not learned."""
+        names = ("prompt.text.global", "prompt.text.local")
+        return max((len(self.initial[name]) for name in names if name in self.initial), default=0)
+
     def features_to_cache(self, inputs: Tensors) -> Tensor:
         """Return the image features to cache; see `DualEncoder.features_to_cache`."""
         return self.towers.features_to_cache(inputs)
@@ -61,6 +71,10 @@ class DualPrompts(PromptModel):
     """A dual encoder with prompts in one tower or both."""
 
     fusion: Fusion
+
+    def context_length(self) -> int:
+        both = {"prompt.text.global", "prompt.text.local"} <= self.initial.keys()
+        return super().context_length() * (2 if both and self.fusion == "none" else 1)
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         context, vision_prompts = (fuse(params, tower, self.fusion) for tower in ("text", "vision"))
