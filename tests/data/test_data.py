@@ -442,6 +442,23 @@ def test_broken_image_in_a_table_is_named_by_its_row(kept: Any, message: str, tm
         load("images", Key(0), path=tmp_path)
 
 
+@pytest.mark.parametrize("column", ["label", "site"])
+def test_class_number_without_a_name_is_refused_by_its_row(column: str, tmp_path: Path) -> None:
+    """A damaged file can hold any number. datasets checks it only when it looks the name up."""
+    pytest.importorskip("datasets")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for part in "train", "test":
+        write_images(tmp_path, part, random_images(4))
+    table = pq.read_table(tmp_path / "train.parquet")
+    place = table.column_names.index(column)
+    table = table.set_column(place, table.schema.field(place), pa.array([0, 65537, 0, 1]))
+    pq.write_table(table, tmp_path / "train.parquet")
+    with pytest.raises(DataError, match=rf"row 1 of the train part .* 65537 in '{column}', but .* only \d+ classes"):
+        load("images", Key(0), path=tmp_path).columns["site"]
+
+
 def test_folder_without_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing here")
     with pytest.raises(DataError, match=r"holds no dataset that partita can read; give a file \(parquet"):

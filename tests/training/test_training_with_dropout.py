@@ -29,7 +29,7 @@ from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.models.adapter import FunctionalModel
 from partita.training import local_training
-from partita.training.cuda_graphs import GraphCache
+from partita.training.cuda_graphs import CudaRecorder, GraphCache
 from partita.training.local_training import train_clients
 from partita.training.phase_trainer import PhaseTrainer
 
@@ -215,3 +215,16 @@ def test_rules_see_the_batch_without_seeds(privacy: DPSGDSettings | None) -> Non
     play(toy_run(method, 1, SGD()), bert(frozen=("embedding",)), POPULATION)
     assert Watching.seen
     assert all(names == {"input_ids", "attention_mask"} for names in Watching.seen)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("block", [1, 3])
+def test_a_gpu_drops_what_a_cpu_drops_also_in_cuda_graphs(block: int) -> None:
+    options = {"epochs": 2, "batch_size": 2}
+    gpu = {"device": torch.device("cuda")}
+    cpu, eager = ends(fedavg(), block, **options), ends(fedavg(), block, gpu, **options)
+    graphs = ends(fedavg(), block, {**gpu, "graphs": GraphCache(CudaRecorder(), strict=True)}, **options)
+    for found in (eager, graphs):
+        assert max_difference(cpu, {name: value.cpu() for name, value in found.items()}) < 1e-3
+    off = ends(fedavg(), block, gpu, dropout=False, **options)
+    assert max_difference(cpu, {name: value.cpu() for name, value in off.items()}) > 1e-2

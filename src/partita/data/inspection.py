@@ -149,7 +149,7 @@ def _named(part: DatasetPart, name: str, values: Mapping[str, list[Any]]) -> lis
     """Return a column as texts: classes by name, and missing values as empty texts."""
     feature = part.data.features[name]
     if hasattr(feature, "int2str"):
-        return ["" if value is None or value < 0 else feature.int2str(value) for value in values[name]]
+        return [found or "" for found in part.class_names(name, values[name])]
     return ["" if value is None else str(value) for value in values[name]]
 
 
@@ -245,9 +245,14 @@ def _classes(
     inner = getattr(feature, "feature", None)
     if inner is None:
         return _counts(_named(part, column, values))
-    name = inner.int2str if hasattr(inner, "int2str") else str
-    found = _counts([name(value) for row in values[column] for value in row or ()])
+    names = getattr(inner, "names", ())
+    found = _counts([_class_name(names, value) for row in values[column] for value in row or ()])
     return {each: count for each, count in found.items() if task != "tokens" or not each.startswith("I-")}
+
+
+def _class_name(names: Sequence[str], value: Any) -> str:
+    """Return the name of a class number, or the value itself if the column has no name for it."""
+    return names[value] if isinstance(value, int) and 0 <= value < len(names) else str(value)
 
 
 def _counts(values: list[str]) -> dict[str, int]:

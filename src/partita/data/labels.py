@@ -127,9 +127,14 @@ def _rows(part: DatasetPart, column: str) -> list[list[Any]]:
     rows = part.values(column)
     if not is_list(part, column):
         rows = [[value] for value in rows]
-    named = _names(part, column) is not None
+    names = _names(part, column)
     for index, row in enumerate(rows):
         # In a ClassLabel column, a negative number means no label.
-        if row is None or any(value is None or value == "" or (named and value < 0) for value in row):
+        if row is None or any(value is None or value == "" or (names is not None and value < 0) for value in row):
             raise DataError(f"{part.row(index)} has no label in '{column}'; remove unlabeled rows")
+        if names is not None and row and max(row) >= len(names):
+            raise DataError(
+                f"{part.row(index)} has the label {max(row)} in '{column}', but the column has only {len(names)} "
+                "classes, from 0 up; correct the row, or the names of the classes"
+            )
     return rows

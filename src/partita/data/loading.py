@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -105,6 +105,21 @@ class DatasetPart:
             values: list[Any] = self.data[column][:]
         return values
 
+    def class_names(self, column: str, values: Sequence[int | None]) -> list[str | None]:
+        """Return the class names of the numbers in a class column; None for a missing or negative one.
+
+        Raises:
+            DataError: If a number is beyond the last class, as in a damaged file.
+        """
+        names = self.data.features[column].names
+        for index, value in enumerate(values):
+            if value is not None and value >= len(names):
+                raise DataError(
+                    f"{self.row(index)} has the class {value} in '{column}', but the column has only {len(names)} "
+                    "classes, from 0 up; correct the row, or the names of the classes"
+                )
+        return [None if value is None or value < 0 else names[value] for value in values]
+
     def texts(self, column: str) -> list[str]:
         """Return a text column, as `text_batches`."""
         return list(chain.from_iterable(self.text_batches(column)))
@@ -140,7 +155,7 @@ class DatasetPart:
     def _column(self, name: str) -> NDArray[Any]:
         feature, values = self.data.features[name], self.values(name)
         if hasattr(feature, "int2str"):
-            values = [None if value is None or value < 0 else feature.int2str(value) for value in values]
+            values = self.class_names(name, values)
         return np.array(["" if value is None else str(value) for value in values])
 
 
