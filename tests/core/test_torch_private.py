@@ -112,6 +112,11 @@ def test_a_module_computes_with_what_its_parameters_are_replaced_by() -> None:
     assert layer(torch.tensor([1.0, 1.0])).item() == 5
 
 
+def test_vmap_warns_where_it_runs_client_by_client() -> None:
+    with torch_private.vmap_fallback_warnings(), pytest.warns(UserWarning, match="performance drop"):
+        torch.vmap(lambda row: torch.histc(row, bins=2))(torch.rand(2, 3))
+
+
 def test_a_kernel_is_made_from_source() -> None:
     twice = torch_private.create_jit_fn("template <typename T> T twice(T value) { return 2 * value; }")
     assert callable(twice)
@@ -130,7 +135,7 @@ def test_more_programs_than_the_limit_are_an_error() -> None:
 
 def test_every_name_has_a_test() -> None:
     others = {"fused_adamw_", "is_view", "is_batchedtensor", "is_gradtrackingtensor", "own_parameters"}
-    others |= {"create_jit_fn", "limit_recompiles", "RecompileLimitError"}
+    others |= {"create_jit_fn", "limit_recompiles", "RecompileLimitError", "vmap_fallback_warnings"}
     public = {name for name in vars(torch_private) if not name.startswith("_")} - IMPORTED
     assert public == {*OUT_OF_PLACE, *IN_PLACE, *others}
 

@@ -144,7 +144,7 @@ def test_a_run_on_pairs_is_the_same_with_cached_layers(name: str, score: str, tm
             "split": {"name": "by_column", "column": "site"},
             "model": {"name": "pretrained", "path": encoder, "frozen": ["embedding", "layer.0"]},
             "method": {"name": "fedavg"},
-            "training": {"optimizer": "adamw", "lr": 1e-3, "batch_size": 8},
+            "training": {"optimizer": "adamw", "lr": 1e-3, "batch_size": 8, "dropout": False},
             "engine": {"cache_frozen": cached},
         }
         [row] = start(parse(raw), tmp_path / f"run-{cached}")

@@ -425,7 +425,7 @@ SCORES: dict[str, tuple[Tamper, str]] = {
        for value in (float("nan"), float("-inf"), 1e308)},
     "a list": (scored({"accuracy": [0.5]}), "'accuracy' is missing, or its type is not float"),
     "a whole number": (scored({"accuracy": 1}), "'accuracy' is missing, or its type is not float"),
-    "a metric of its own": (scored({"mine": 0.5}), "for the unknown metric 'mine'; known metrics: accuracy, loss"),
+    "a metric of its own": (scored({"mine": 0.5}), "for the unknown metric 'mine'; known metrics: accuracy, ece, loss"),
     "an odd metric": (scored({ODD: 0.5}), r"sent a score for the unknown metric '\x1b[2J"),
     "many metrics": (scored({f"m{i}": 0.5 for i in range(MANY)}), "sent a score for the unknown metric 'm0'"),
     "no scores": (drop("scores"), "no MetricRecord 'scores'"),

@@ -33,7 +33,7 @@ DROPPING: dict[str, dict[str, Any]] = {
     "vit-image": HALF,
     "dinov2-image": {**HALF, "drop_path_rate": 0.5},
 }
-SEEDS = example_seeds([Key(1)], 0, 4)[0]
+SEEDS = example_seeds([Key(1)], 0, torch.arange(4))[0]
 
 
 def model_of(case: str, **options: Any) -> FunctionalModel:
@@ -116,7 +116,7 @@ def test_masks_do_not_depend_on_the_batch(case: str) -> None:
 def test_vmap_over_clients_and_over_examples_draws_the_same_masks(case: str) -> None:
     model = model_of(case)
     (inputs, targets), clients = batch_of(case, model), [perturbed(model.initial, seed) for seed in (1, 2)]
-    seeds = example_seeds([Key(1), Key(2)], 0, 4)
+    seeds = example_seeds([Key(1), Key(2)], 0, torch.arange(4))
     stacked = {name: torch.stack([params[name] for params in clients]) for name in model.initial}
     block = torch.vmap(lambda params, seeds: model(params, with_seeds(inputs, seeds)).logits)(stacked, seeds)
     for params, own, logits in zip(clients, seeds, block, strict=True):
@@ -247,7 +247,7 @@ def test_expectation_over_masks_is_the_input() -> None:
     assert draws is not None
     value = noise(3, 1, 32)
     many = value.expand(4000, 32)
-    with draws.using(example_seeds([Key(4)], 0, 4000)[0]):
+    with draws.using(example_seeds([Key(4)], 0, torch.arange(4000))[0]):
         mean = module(many).mean(0)
     assert torch.allclose(mean, value[0], atol=0.12)
 

@@ -323,7 +323,8 @@ def test_cached_layers_are_not_computed_again(case: str) -> None:
 def test_layers_above_the_cache_have_dropout_and_cached_layers_have_none() -> None:
     model, table = frozen_model("bert-text"), make_table("bert-text")
     above, (cached,) = cache_frozen(model, table)
-    rows, seeds = torch.arange(ROWS), example_seeds([Key(0)], 0, ROWS)[0]
+    rows = torch.arange(ROWS)
+    seeds = example_seeds([Key(0)], 0, rows)[0]
     params = perturbed(above.initial)
     plain = above(params, cached.take(rows).inputs).logits
     assert torch.allclose(plain, model(params, table.take(rows).inputs).logits, atol=1e-5)

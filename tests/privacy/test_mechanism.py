@@ -14,6 +14,7 @@ import torch
 from helpers import Clients, toy_model, toy_run
 from scipy.stats import hypergeom, ks_2samp
 
+from partita.core.batch_schedule import BatchSchedule
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.method import PrivacyRelease
 from partita.methods import build
@@ -166,16 +167,9 @@ def test_client_rounds_are_replicated_under_new_names_until_enough(monkeypatch: 
     assert mechanism._replicas(toy_run(fedavg(), 9), ["a"]) == [(number, "a", "") for number in range(4)]
 
 
-def test_dropping_the_first_example_shortens_or_masks_a_batch() -> None:
-    x = torch.arange(48.0).reshape(3, 4, 4)
-    examples = mechanism.Without(ToyExamples(x, torch.tensor([0, 1, 2])))
-    assert len(examples) == 3
-    assert examples.take(torch.tensor([2, 0, 1])).targets.tolist() == [0, 1]
-    assert examples.take(torch.tensor([2, 0])).targets.tolist() == [0]
-    alone = examples.take(torch.tensor([2]))
-    assert alone.targets.tolist() == [2]
-    assert alone.mask is not None
-    assert alone.mask.tolist() == [0.0]
+def test_dropping_the_first_example_shortens_every_batch() -> None:
+    shorter = mechanism._without_first(BatchSchedule(torch.tensor([4, 2, 7, 5, 1]), (3, 0, 1, 1)))
+    assert [indices.tolist() for indices in shorter] == [[2, 7], [], [], []]
 
 
 def test_recorded_gradients_are_keyed_by_client_phase_and_step() -> None:

@@ -23,7 +23,7 @@ from partita.methods.fedavg import fedavg
 from partita.training.augmentation import AUGMENTATIONS, PIXELS, augment
 
 IMAGES = torch.rand(400, 2, 16, 16, generator=torch.Generator().manual_seed(0))
-SEEDS = example_seeds([Key(0)], 0, 400)[0]
+SEEDS = example_seeds([Key(0)], 0, torch.arange(400))[0]
 
 
 def changed(name: str, images: Tensor = IMAGES, seeds: Tensor = SEEDS) -> Tensor:

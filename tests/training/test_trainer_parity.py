@@ -122,7 +122,9 @@ def trained_by_trainer(case: str, run: Run, start: Path, population: OneClient, 
     trainer.batches = [step[at : at + size] for step in steps for at in range(0, len(step), size)]
     key = run.key / "round" / 0 / "client" / "a" / "dropout" / 0
     seeds = [
-        part for number, step in enumerate(steps) for part in example_seeds([key], number, len(step))[0].split(size)
+        part
+        for number, step in enumerate(steps)
+        for part in example_seeds([key], number, torch.as_tensor(step))[0].split(size)
     ]
     calls = iter(seeds)
     current: list[Tensor] = []

@@ -108,8 +108,9 @@ def test_seeds_come_from_the_key_of_client_round_and_phase(monkeypatch: pytest.M
     train_clients(run, [client_round])
     key = run.key / "round" / 0 / "client" / "a" / "dropout" / 0
     assert [len(seeds) for seeds in seen] == [4, 3]
-    for number, seeds in enumerate(seen):
-        assert torch.equal(seeds, example_seeds([key], number, len(seeds))[0])
+    [schedule] = client_round.schedules
+    for number, (seeds, indices) in enumerate(zip(seen, schedule, strict=True)):
+        assert torch.equal(seeds, example_seeds([key], number, indices)[0])
 
 
 def test_no_seeds_are_made_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,18 +22,22 @@ _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32
 _GOLDEN_64 = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
 
 
-def example_seeds(keys: Sequence[Key], step: int, count: int) -> Tensor:
+def example_seeds(keys: Sequence[Key], step: int, examples: Tensor) -> Tensor:
     """Return a seed for each example of a step, of shape (client, example).
+
+    A seed depends on which example it is for, not on its place in the batch: for differential privacy, the draws of an
+    example must not depend on which others are in the batch.
 
     Args:
         keys: The key of each client, round and phase.
         step: The step of the phase, from 0.
-        count: The number of examples. A longer batch starts with the same seeds.
+        examples: The index of each example among those of its client, (client, example) or (example,).
     """
+    places = examples.cpu().numpy().astype(np.uint64)
     start = np.array([[int.from_bytes(key.digest(8), "big")] for key in keys], np.uint64)
     with np.errstate(over="ignore"):  # the arithmetic of splitmix64 wraps
         of_step = _splitmix64(start + np.uint64(step) * _GOLDEN_64)
-        seeds = _splitmix64(of_step + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN_64)
+        seeds = _splitmix64(of_step + (places + np.uint64(1)) * _GOLDEN_64)
     return torch.from_numpy(seeds.view(np.int64))
 
 

@@ -109,8 +109,8 @@ def collect(chunks: Callable[[CutCounter], Iterator[Chunk]], key: str) -> TokenR
         about = json.loads((folder / ABOUT).read_text())
         return TokenRows(
             _map(folder / IDS),
-            torch.from_numpy(np.load(folder / OFFSETS)),
-            torch.from_numpy(np.load(folder / DOCUMENTS)) if about["documents"] else None,
+            torch.from_numpy(np.load(folder / OFFSETS, allow_pickle=False)),
+            torch.from_numpy(np.load(folder / DOCUMENTS, allow_pickle=False)) if about["documents"] else None,
             about["vocabulary_size"],
             CutCounter(**about["cut"]),
         )

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 import torch
 import transformers
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -34,6 +33,7 @@ from partita.tasks import KINDS, TaskInfo
 POSITIONS_AFTER_PADDING = ("camembert", "roberta", "xlm-roberta")  # positions start after the padding token's number
 ANY_SIZE = ("dinov2", "dinov2_with_registers")  # they interpolate position embeddings to the image size
 FULLY_CONVOLUTIONAL = ("swin", "swinv2", "segformer")  # they take images of any size that their windows divide
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 REMEDY = "give a folder written by save_pretrained, or the id of a model on the Hub"
 TOKENIZER_REMEDY = "copy the files of the original model's tokenizer into the folder"
@@ -298,7 +298,7 @@ def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fre
 def _scales(module: PreTrainedModel, name: str) -> bool:
     """Return whether a parameter is the scale of a norm, such as the batch norm in SegFormer's head."""
     owner, _, leaf = name.rpartition(".")
-    return leaf == "weight" and isinstance(module.get_submodule(owner), BatchNorm | nn.LayerNorm | nn.GroupNorm)
+    return leaf == "weight" and isinstance(module.get_submodule(owner), (*BATCH_NORMS, nn.LayerNorm, nn.GroupNorm))
 
 
 def _reset_statistics(module: PreTrainedModel, head: Names, missing: set[str]) -> set[str]:
@@ -307,7 +307,7 @@ def _reset_statistics(module: PreTrainedModel, head: Names, missing: set[str]) -
     reset = {name for name in missing if name.rpartition(".")[0] in owners and name not in head}
     for owner in {name.rpartition(".")[0] for name in reset}:
         part = module.get_submodule(owner)
-        if isinstance(part, BatchNorm):
+        if isinstance(part, BATCH_NORMS):
             part.reset_running_stats()
     return reset
 

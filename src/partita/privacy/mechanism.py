@@ -18,7 +18,7 @@ from torch import Tensor
 
 from partita.core.batch_schedule import BatchSchedule
 from partita.core.client import ClientRound, ClientState, begin_round
-from partita.core.data import Batch, Examples, Population
+from partita.core.data import Population
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.method import Server
 from partita.core.model import Model
@@ -82,21 +82,6 @@ class GradientRecorder:
                     own = {name: value[row] if len(clients) > 1 else value for name, value in grads.items()}
                     gradients[client, phase, step] = own
         return gradients
-
-
-@dataclass(frozen=True)
-class Without:
-    """The same examples, with the first of every batch removed."""
-
-    examples: Examples
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def take(self, indices: Tensor) -> Batch:
-        if len(indices) > 1:
-            return self.examples.take(indices[1:])
-        return replace(self.examples.take(indices), mask=torch.zeros(1))
 
 
 @dataclass(frozen=True)
@@ -338,7 +323,10 @@ def _check_clip(run: Run, private: DPSGDSettings, groups: Sequence[Sequence[Clie
             replace(client_round, ctx=replace(client_round.ctx, model=scaled_model))
             for client_round in _without_noise(private, group)
         ]
-        shortened = [replace(client_round, examples=Without(client_round.examples)) for client_round in scaled]
+        shortened = [
+            replace(client_round, schedules=tuple(_without_first(schedule) for schedule in client_round.schedules))
+            for client_round in scaled
+        ]
         sizes, with_first, without_first = _sizes(run, group), _replay(run, scaled), _replay(run, shortened)
         for where, grads in with_first.items():
             moved = sum(
@@ -347,6 +335,12 @@ def _check_clip(run: Run, private: DPSGDSettings, groups: Sequence[Sequence[Clie
             largest = max(largest, moved**0.5 * sizes[where[0]] / private.clip)
             tried += 1
     return [Check("largest contribution of one example / clip", 1.0, largest, float(largest <= OVER), tried)]
+
+
+def _without_first(schedule: BatchSchedule) -> BatchSchedule:
+    """Return the same batches, each without its first example."""
+    batches = [indices[1:] for indices in schedule]
+    return BatchSchedule(torch.cat(batches), tuple(map(len, batches)))
 
 
 def _check_sampling(run: Run, client_rounds: Sequence[ClientRound], clients: int) -> list[Check]:

@@ -34,12 +34,14 @@ def iterate_batches(
         device: The device for the batches.
         seed_keys: The key of each client from which the seeds of its examples are drawn; None for no seeds.
     """
+    own_schedules = schedules  # with indices of each client's own examples, which seeds depend on
     table = _shared_table(examples) if len(examples) > 1 else None
     if table is not None:
         pairs = zip(examples, schedules, strict=True)
         rows = (part.indices.index_select(0, schedule.order) for part, schedule in pairs)  # type: ignore[attr-defined]
         schedules = [BatchSchedule(order, schedule.sizes) for order, schedule in zip(rows, schedules, strict=True)]
     reads_ahead = isinstance(getattr(examples[0], "table", examples[0]), PrefetchingExamples)
+    own_steps = zip_longest(*own_schedules)
     for number, (step, following) in enumerate(pairwise(chain(zip_longest(*schedules), [()]))):
         current = [indices for indices in step if indices is not None]
         if table is not None:
@@ -49,7 +51,9 @@ def iterate_batches(
         else:
             batch = collate([_take(part, indices) for part, indices in zip(examples, current, strict=False)])
         if seed_keys is not None:
-            seeds = example_seeds(seed_keys[: len(current)], number, batch.targets.shape[int(len(examples) > 1)])
+            width = batch.targets.shape[int(len(examples) > 1)]
+            own = [_padded(indices, width) for indices in next(own_steps) if indices is not None]
+            seeds = example_seeds(seed_keys[: len(current)], number, torch.stack(own))
             seeds = seeds if len(examples) > 1 else seeds[0]
             batch = replace(batch, inputs={**batch.inputs, EXAMPLE_SEEDS: seeds})
         if reads_ahead:

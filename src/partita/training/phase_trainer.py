@@ -193,7 +193,8 @@ class PhaseTrainer:
         if not trainable:
             return PhaseDeltas(self.axis.split(trainable), torch.zeros((), device=self.device), None)
         anchor, dims = self.anchor
-        can_pack = dims is None and len({value.dtype for value in trainable.values()}) == 1
+        shared = dims is None or all(dims[name] is None for name in trainable)
+        can_pack = shared and len({value.dtype for value in trainable.values()}) == 1
         if self.axis.many and can_pack and self.device.type in PACKED_DEVICES:
             return self._packed_deltas(trainable, anchor)
         delta = tensors.subtract(trainable, anchor)
