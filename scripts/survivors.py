@@ -9,6 +9,47 @@ ANY = "*"  # in the place of a change: whatever is changed in that line, if it s
 # No test could notice: the mutant computes the same wherever it can be reached.
 EQUIVALENT: dict[Spot, str] = {
     (
+        "core/own_code.py",
+        "return hashlib.blake2b(text.rstrip(), digest_size=16).hexdigest()",
+        ANY,
+    ): "a digest of any length tells versions apart",
+    (
+        "core/sampling.py",
+        'return [clients[place] for place in np.argsort(arrival, kind="stable")[:count]]',
+        "np.argsort(...) without kind='stable'",
+    ): "two arrivals are never equal",
+    (
+        "methods/pfedme.py",
+        "return average(updates, weigh=lambda update: 1.0)",
+        "1.0 -> 2.0",
+    ): "only the ratio of weights counts",
+    (
+        "methods/fedala.py",
+        "shared = (ctx.plan.down & ctx.plan.train) - input_side_names(ctx.model)",
+        "ctx.plan.down & ctx.plan.train -> ctx.plan.down",
+    ): "what does not train is equal at server and client, so mixing the two changes nothing",
+    (
+        "methods/fedadamw.py",
+        "return means.view(-1, *[1] * (like.ndim - 1)).expand(like.shape) if like.ndim > 1 "
+        "else means.expand(like.shape)",
+        "like.ndim > 1 -> like.ndim >= 1",
+    ): "one mean of a vector has the same view either way",
+    (
+        "privacy/disclosure.py",
+        'withheld = {key for key in row.keys() & ROW.keys() if ROW[key].under(unit) == "withheld"}',
+        "row.keys() & ROW.keys() -> ROW.keys()",
+    ): "only keys of the row are looked up in it",
+    (
+        "privacy/disclosure.py",
+        'return {kind: text for kind, text in value.items() if key == "alarms" and kind in TEST_ALARMS}',
+        "key == 'alarms' and kind in TEST_ALARMS -> kind in TEST_ALARMS",
+    ): "no other key of a row has kinds of alarms in it",
+    (
+        "training/parameter_groups.py",
+        "factors = _lr_factors(model, training.layer_decay) if training.layer_decay < 1 else {}",
+        ANY,
+    ): "with layer_decay = 1, its largest value, all factors are 1",
+    (
         "compression/prune.py",
         "return PLACES, (places + low).to(kind)",
         "places + low -> places - low",
@@ -386,6 +427,37 @@ EQUIVALENT: dict[Spot, str] = {
 
 # The mutant computes something else, and no test notices: none can, or it would hold a detail that nobody relies on.
 UNCOVERED: dict[Spot, str] = {
+    (
+        "core/own_code.py",
+        "known = [name for name, value in vars(module).items() if callable(value) and _is_own(value, module)]",
+        "callable(value) and _is_own(value, module) -> _is_own(value, module)",
+    ): "names for a hint in an error; constants are rarely close to the name of a function",
+    (
+        "core/own_code.py",
+        "linecache.checkcache(str(path))  # tracebacks show the lines of this version",
+        ANY,
+    ): "the text of a traceback",
+    (
+        "core/own_code.py",
+        'exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)',
+        ANY,
+    ): "the only flag to inherit is that annotations are not evaluated",
+    (
+        "methods/fedala.py",
+        "count = max(1, int(self.share * len(examples)))",
+        "1 -> 2",
+    ): "the least number of examples of a tiny client",
+    (
+        "methods/fedala.py",
+        "grads: Sequence[Tensor] = torch.autograd.grad(loss, list(live.values()), materialize_grads=True)",
+        ANY,
+    ): "the loss of the tests' models depends on every mixed parameter",
+    (
+        "methods/fedadamw.py",
+        "ages = {name: torch.zeros((), dtype=torch.int64, device=value.device) "
+        "for name, value in model.initial.items()}",
+        "torch.zeros(...) without dtype=torch.int64",
+    ): "whole numbers in any type, until a float32 no longer holds them",
     (
         "methods/robust.py",
         "shares = torch.tensor([weights[sender] for sender in senders], dtype=torch.float64, device=table.device)",

@@ -223,3 +223,9 @@ def test_clients_are_evaluated_with_their_copy() -> None:
     [(_, scores)] = SimulationEngine(run, model, CLIENTS, store=store).evaluate([job])
     assert scores == score(toy_model(), own, CLIENTS["b"].test)
     assert scores != score(toy_model(), toy_model().initial, CLIENTS["b"].test)
+
+
+def test_copy_belongs_to_the_tower_of_its_original_and_to_no_other() -> None:
+    model = add_personal_copy(toy_model())
+    for name in toy_model().initial:
+        assert model.tags[copy_name(name)].isdisjoint({"vision", "text", "encoder", "decoder"}), name

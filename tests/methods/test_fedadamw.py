@@ -162,3 +162,11 @@ def test_it_needs_adamw_and_no_state_of_the_clients_own() -> None:
 def test_rule_without_its_own_state_leaves_the_optimizer_alone() -> None:
     assert not fedavg().sets_optimizer_state
     assert fedadamw().sets_optimizer_state
+
+
+def test_clients_send_one_second_moment_for_each_row_of_a_matrix() -> None:
+    model, population = toy_model(), Clients(c0=4, c1=4)
+    [result] = play(toy_run(fedadamw(), 1, AdamW()), model, population)
+    for name, value in model.initial.items():
+        blocks = len(value) if value.ndim > 1 else 1
+        assert result.traffic.up[name] == 2 * 4 * (value.numel() + blocks), name

@@ -241,3 +241,8 @@ def test_client_is_evaluated_on_the_model_that_it_trained() -> None:
 def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(MethodError, match=r"method\.layers is"):
         fedala(**options)
+
+
+def test_rule_says_that_it_reads_examples() -> None:
+    """What reads examples outside the training steps is refused with example-level privacy."""
+    assert FedALAClient.uses_data

@@ -15,6 +15,7 @@ from partita.training.client_axis import (
     ClientVmap,
     VmapError,
     leading_clients,
+    stack_all,
     stack_or_share,
     translate_errors,
 )
@@ -180,3 +181,19 @@ def test_leading_clients_cuts_stacked_values_and_keeps_shared_ones() -> None:
     assert leading_clients(shared, 2) is shared
     empty: Tensors = {}
     assert leading_clients((empty, None), 1) == ({}, None)
+
+
+def test_what_belongs_to_each_client_is_stacked_even_if_it_is_one_object() -> None:
+    """After a restart each client has a copy of its own, and results must not depend on that."""
+    same = numbers(2)
+    parts = [{"a": same, "b": {"c": numbers(3) + rank}} for rank in range(2)]
+    value, dims = stack_all(parts)
+    assert dims == {"a": 0, "b": {"c": 0}}
+    assert torch.equal(value["a"], torch.stack([same, same]))
+    assert torch.equal(value["b"]["c"], torch.stack([numbers(3), numbers(3) + 1]))
+    copies = [{"a": same.clone(), "b": part["b"]} for part in parts]
+    assert stack_all(copies)[1] == dims
+    assert stack_or_share([part["a"] for part in parts]) == (same, None)
+    alone, none = stack_all(parts[:1])
+    assert alone is parts[0]
+    assert none is None

@@ -106,3 +106,17 @@ def test_stacked_takes_the_stored_optimizer_state_and_zeros_for_what_is_missing(
         "first": {"b": 0.0, "w": 0.0},
         "second": {"b": 0.0, "w": 0.0},
     }
+
+
+def test_parameters_that_clients_keep_are_stacked_and_all_others_shared() -> None:
+    run = toy_run(Method("m", client_rules=(RememberingRule(),)))
+    plan = Plan((Phase(W),), up=W, down=W, keep=frozenset({"b"}))
+    contexts = [Context(MODEL, plan, MODEL.initial, {}, {"seen": {"w": MODEL.initial["w"]}}, 0.25) for _ in range(2)]
+    work = PhaseWork(run, plan.phases[0], contexts, [MODEL.initial] * 2, [{}, {}])
+    (frozen, frozen_dims), (anchor, anchor_dims), _, (memory, memory_dims) = work.fixed
+    assert frozen_dims == {"b": 0}
+    assert frozen["b"].shape == (2, *MODEL.initial["b"].shape)
+    assert anchor_dims == {"w": None, "b": 0}
+    assert anchor["w"] is MODEL.initial["w"]
+    assert memory_dims == {"seen": {"w": 0}}
+    assert memory["seen"]["w"].shape == (2, *MODEL.initial["w"].shape)
