@@ -28,6 +28,7 @@ LEARNING = (
 )
 ROUNDS = ("tests/core/test_rounds.py", "tests/storage/test_checkpoint.py", "tests/core/test_laws_of_small_parts.py")
 PRIVATE = ("tests/training/test_dp_sgd.py", "tests/training/test_ghost_clipping.py")
+DROPOUT = "tests/training/test_training_with_dropout.py"
 GRAPHS = "tests/training/test_cuda_graphs.py"
 AUDIT = ("tests/privacy/test_mechanism.py", "tests/privacy/test_mechanism_replay.py")
 DETAILS = ("tests/core/test_details.py",)
@@ -110,8 +111,9 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "training/batching.py": (
         "tests/training/test_unequal_clients.py",
         "tests/training/test_dp_sgd.py",
-        "tests/training/test_training_with_dropout.py",
-        "tests/data/test_large_data.py",
+        f"{DROPOUT}::test_blocks_equal_single_clients",
+        f"{DROPOUT}::test_seeds_come_from_the_key_of_client_round_and_phase",
+        "tests/data/test_large_data.py::test_next_batch_is_decoded_ahead",
     ),
     "core/torch_private.py": ("tests/core/test_torch_private.py",),
     "storage/client_store.py": (*DETAILS, "tests/storage/test_checkpoint.py", "tests/storage/test_best.py"),

@@ -9,6 +9,11 @@ ANY = "*"  # in the place of a change: whatever is changed in that line, if it s
 # No test could notice: the mutant computes the same wherever it can be reached.
 EQUIVALENT: dict[Spot, str] = {
     (
+        "training/phase_work.py",
+        "name: (stack_all if name in kept else stack_or_share)([part[name] for part in parts]) for name in parts[0]",
+        "0 -> 1",
+    ): "all clients have parameters of the same names",
+    (
         "core/own_code.py",
         "return hashlib.blake2b(text.rstrip(), digest_size=16).hexdigest()",
         ANY,

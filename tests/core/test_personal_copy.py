@@ -229,3 +229,19 @@ def test_copy_belongs_to_the_tower_of_its_original_and_to_no_other() -> None:
     model = add_personal_copy(toy_model())
     for name in toy_model().initial:
         assert model.tags[copy_name(name)].isdisjoint({"vision", "text", "encoder", "decoder"}), name
+
+
+def test_model_for_other_classes_keeps_its_copy() -> None:
+    class Named(ToyTransformer):
+        classes: tuple[str, ...] = ()
+
+        def for_classes(self, classes: tuple[str, ...]) -> Named:
+            other = Named()
+            other.classes = classes
+            return other
+
+    model = add_personal_copy(Named())
+    other = model.for_classes(("cat", "dog"))
+    assert isinstance(other.base, Named)
+    assert other.base.classes == ("cat", "dog")
+    assert other.initial.keys() == model.initial.keys()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import dual_encoder_fixtures
 import image_fixtures
 import pytest
 import torch
 from helpers import final_params, play, toy_run
+from torch import Tensor
 
 from partita.core import tensors
 from partita.core.client import ClientState
+from partita.core.data import Batch, ClientData
 from partita.core.method import Method, MethodError
 from partita.core.model import Model
 from partita.core.optim import SGD
@@ -131,3 +134,40 @@ def test_pfeddc_refuses_invalid_options() -> None:
         pfeddc(text_tokens=0, vision_tokens=0)
     with pytest.raises(ValueError, match=r"method\.fusion is 'locl'; it must be 'local_queries' or"):
         build("pfeddc", {"fusion": "locl"})
+
+
+def test_pfeddc_trains_the_prompts_of_a_siglip() -> None:
+    towers = dual_encoder_fixtures.load_pair("siglip", dtype="float32")
+    method = pfeddc(vision_tokens=2, text_tokens=2)
+    assert method.extend is not None
+    model = method.extend(towers, Key(4))
+    population = SiglipClients()
+    before = dict(model.initial)
+    played = play(toy_run(method, 2, batch_size=2), model, population)
+    after = final_params(played)
+    shared = [name for name in after if name.startswith("prompt.") and name.endswith(".global")]
+    assert len(shared) == 2
+    assert all(not torch.equal(after[name], before[name]) for name in shared)
+    both = final_params(play(toy_run(method, 2, batch_size=2), model, population, block=2))
+    assert max(float((both[name] - value).abs().max()) for name, value in after.items()) < 1e-5
+
+
+class SiglipClients:
+    """Two clients with images of the size of the tiny SigLIP."""
+
+    clients = ("a", "b")
+
+    def __getitem__(self, client: str) -> ClientData:
+        examples = _Pictures(self.clients.index(client))
+        return ClientData(examples, examples, examples)
+
+
+class _Pictures:
+    def __init__(self, seed: int) -> None:
+        self.pixels = dual_encoder_fixtures.images(4, seed).float()
+
+    def __len__(self) -> int:
+        return 4
+
+    def take(self, indices: Tensor) -> Batch:
+        return Batch({"pixel_values": self.pixels[indices]}, indices % 3)
