@@ -816,6 +816,6 @@ def test_real_data_sets_load_with_known_sizes(
     if not (SHARED / folder).is_dir():
         pytest.skip(f"{folder} is not here")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* are longer than 20 tokens")
+        warnings.filterwarnings("ignore", message=".* longer than 20 tokens")
         task = load(name, Key(0), path=SHARED / folder, tokenizer=str(bert), max_length=20, **options)
     assert (len(task.train), len(task.test), len(task.classes)) == sizes

@@ -67,6 +67,16 @@ def test_no_more_than_one_batch_is_computed_at_a_time() -> None:
     assert float(grads["w"]) == float(loss) == pytest.approx(4.5)
 
 
+def test_targets_of_tokens_count_by_example() -> None:
+    def gradients(trainable: Tensors, values: Any, dims: Any, count: int) -> tuple[Tensors, Tensor]:
+        return {"w": values[-2].mean()}, values[-2].mean()
+
+    targets = torch.arange(30.0).reshape(10, 3)
+    values = [{}, {}, {}, {}, {"x": torch.zeros(10, 3)}, targets, None]
+    grads, loss = AccumulatedGradients(gradients, ClientAxis(1), Training(0.1, batch_size=4))({}, values, [None] * 8, 1)
+    assert float(grads["w"]) == float(loss) == pytest.approx(14.5)
+
+
 def test_padding_has_no_weight() -> None:
     """The second client has three examples, so its second batch is padding alone."""
     mask = torch.tensor([[1.0] * 6, [1.0] * 3 + [0.0] * 3])

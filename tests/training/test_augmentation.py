@@ -20,7 +20,7 @@ from partita.core.tensors import Tensors
 from partita.experiment.builder import build
 from partita.experiment.config import parse
 from partita.methods.fedavg import fedavg
-from partita.training.augmentation import AUGMENTATIONS, PIXELS, augment
+from partita.training.augmentation import CHANGES, MOVES, PIXELS, augment
 
 IMAGES = torch.rand(400, 2, 16, 16, generator=torch.Generator().manual_seed(0))
 SEEDS = example_seeds([Key(0)], 0, torch.arange(400))[0]
@@ -75,6 +75,88 @@ def test_contrast_keeps_the_mean_color() -> None:
     assert 1.37 < float(factors.max()) <= 1.4 + 1e-5
 
 
+def test_brightness_shifts_all_pixels_of_a_channel_alike() -> None:
+    shifts = changed("brightness") - IMAGES
+    torch.testing.assert_close(shifts, shifts.mean((2, 3), keepdim=True).expand(shifts.shape))
+    steps = shifts.mean((2, 3)) / IMAGES.std((2, 3))
+    torch.testing.assert_close(steps[:, 0], steps[:, 1])
+    assert -0.4 - 1e-5 <= float(steps.min()) < -0.37
+    assert 0.37 < float(steps.max()) <= 0.4 + 1e-5
+
+
+def test_sharpness_blends_with_a_blurred_image_or_its_opposite() -> None:
+    blurred = torch.nn.functional.avg_pool2d(torch.nn.functional.pad(IMAGES, (1, 1, 1, 1), mode="replicate"), 3, 1)
+    away, moved = IMAGES - blurred, changed("sharpness") - IMAGES
+    factors = (moved * away).sum((1, 2, 3)) / away.square().sum((1, 2, 3))
+    torch.testing.assert_close(moved, factors[:, None, None, None] * away)
+    assert -0.9 - 1e-5 <= float(factors.min()) < -0.85
+    assert 0.85 < float(factors.max()) <= 0.9 + 1e-5
+
+
+def ramps(side: int = 16) -> Tensor:
+    """Two channels that hold a pixel's column and row, from the center: after a move, they say where it came from."""
+    places = torch.arange(side, dtype=torch.float32) - (side - 1) / 2
+    columns = places.expand(side, side)
+    return torch.stack([columns, columns.T]).expand(400, 2, side, side)
+
+
+def derivatives(images: Tensor) -> Tensor:
+    """The matrix of the move, (example, 2, 2), from the four pixels around the center."""
+    center = images[:, :, 7:9, 7:9]
+    along = (center[..., 1] - center[..., 0]).mean(2)
+    down = (center[:, :, 1] - center[:, :, 0]).mean(2)
+    return torch.stack([along, down], 2)
+
+
+def test_rotation_turns_by_up_to_15_degrees_around_the_center() -> None:
+    found = derivatives(changed("rotate", ramps()))
+    angles = torch.atan2(found[:, 1, 0], found[:, 0, 0])
+    cos, sin = angles.cos(), angles.sin()
+    torch.testing.assert_close(found, torch.stack([torch.stack([cos, -sin], 1), torch.stack([sin, cos], 1)], 1))
+    assert -15 - 1e-3 <= float(angles.rad2deg().min()) < -14
+    assert 14 < float(angles.rad2deg().max()) <= 15 + 1e-3
+
+
+def test_shear_moves_rows_and_columns_in_proportion_to_their_distance() -> None:
+    found = derivatives(changed("shear", ramps()))
+    torch.testing.assert_close(found[:, [0, 1], [0, 1]], torch.ones(400, 2))
+    for row, column in ((0, 1), (1, 0)):
+        assert -0.3 - 1e-5 <= float(found[:, row, column].min()) < -0.28
+        assert 0.28 < float(found[:, row, column].max()) <= 0.3 + 1e-5
+
+
+def test_randaugment_applies_every_operation_to_some_images_and_none_to_others() -> None:
+    same = (changed("randaugment") == IMAGES).flatten(1).all(1)
+    assert 0 < int(same.sum()) < 20  # 1 of 81 on average: both operations are the one that changes nothing
+    matrices, centers = derivatives(changed("randaugment", ramps())), changed("randaugment", ramps())[:, :, 7:9, 7:9]
+    only_sheared = (matrices[:, [0, 1], [0, 1]] - 1).abs().amax(1) < 1e-5
+    for row, column in ((0, 1), (1, 0)):
+        assert int((only_sheared & (matrices[:, row, column].abs() > 0.02)).sum()) > 10
+    for channel in (0, 1):
+        assert int((centers[:, channel].mean((1, 2)).abs() > 0.1).sum()) > 10
+
+
+@pytest.mark.parametrize("name", [*MOVES, "randaugment"])
+def test_a_map_of_classes_moves_with_its_image(name: str) -> None:
+    """The image holds its own map of classes as pixels, in large areas: only at their edges can rounding differ."""
+    areas = (IMAGES[:, :1, ::8, ::8] * 4).long().repeat_interleave(8, 2).repeat_interleave(8, 3).to(torch.int16)
+    batch = Batch({PIXELS: areas.float(), EXAMPLE_SEEDS: SEEDS}, areas[:, 0])
+    moved = augment(batch, [name])
+    assert moved.targets.dtype == torch.int16
+    assert not torch.equal(moved.targets, areas[:, 0])
+    pixels = moved.inputs[PIXELS][:, 0]
+    if name in ("flip", "crop"):
+        assert torch.equal(pixels, moved.targets.float())
+    elif name != "randaugment":  # it changes the pixels as well
+        assert float((pixels.round() == moved.targets).float().mean()) > 0.9
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_a_change_of_pixels_keeps_their_classes(name: str) -> None:
+    classes = (IMAGES[:, 0] * 8).to(torch.int16)
+    assert torch.equal(augment(Batch({PIXELS: IMAGES, EXAMPLE_SEEDS: SEEDS}, classes), [name]).targets, classes)
+
+
 @pytest.mark.parametrize("name", AUGMENT)
 def test_it_commutes_with_normalization_and_does_not_depend_on_the_batch(name: str) -> None:
     found = changed(name)
@@ -100,7 +182,7 @@ def test_blocks_and_accumulated_batches_have_the_same_images() -> None:
 
 
 def test_impossible_settings_are_refused() -> None:
-    assert tuple(AUGMENTATIONS) == AUGMENT
+    assert {*MOVES, *CHANGES, "randaugment"} == {*AUGMENT}
     with pytest.raises(RunError, match=r"training.augment has 'flipp'; did you mean 'flip'"):
         Training(0.1, augment=("flipp",))
     with pytest.raises(RunError, match=r"training.augment is for images, but the inputs are x"):

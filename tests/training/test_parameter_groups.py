@@ -48,6 +48,17 @@ def test_layer_decay_falls_from_the_head_to_the_embeddings() -> None:
     assert group_of(training, "embed.weight") == (0.125, 0.01)
 
 
+def test_layer_decay_counts_all_layers() -> None:
+    model = ToyTransformer(width=4, layers=3)
+    groups = parameter_groups(Training(LR, layer_decay=0.5), model, model.initial)
+    factors = {name: group.lr_factor for group in groups for name in group.names}
+    assert (factors["layers.2.mlp.weight"], factors["layers.0.mlp.weight"], factors["embed.weight"]) == (
+        0.5,
+        0.125,
+        0.0625,
+    )
+
+
 def test_layer_decay_does_not_depend_on_which_layers_train() -> None:
     [group] = parameter_groups(Training(LR, layer_decay=0.5), MODEL, ["layers.0.mlp.weight"])
     assert (group.lr_factor, group.names) == (0.25, ("layers.0.mlp.weight",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from partita.core.method import Method
 from partita.core.optim import SGD, Optimizer, Schedule
@@ -13,7 +13,10 @@ from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.sampling import ClientInfo, Uniform
 
-AUGMENT = ("flip", "crop", "cutout", "contrast")  # what `Training.augment` can hold
+Augmentation = Literal[
+    "flip", "crop", "rotate", "shear", "cutout", "contrast", "brightness", "sharpness", "randaugment"
+]
+AUGMENT: tuple[str, ...] = get_args(Augmentation)  # what `Training.augment` can hold
 
 
 class RunError(ValueError):

@@ -39,7 +39,7 @@ from partita.core.options import (
 from partita.core.own_code import Reference
 from partita.core.registry import find_function
 from partita.core.sampling import SAMPLING
-from partita.core.settings import Run, Training
+from partita.core.settings import Augmentation, Run, Training
 from partita.engines.attackers import AttackKind
 from partita.experiment.config_code import anchored, changed, check_recorded, code_digests, portable, references_in
 from partita.experiment.run_names import method_label, method_options, option_text
@@ -78,9 +78,7 @@ class TrainingConfig:
     class_weights: Annotated[
         Mapping[str, Positive] | None, "weight of each class in the training loss, by name; 1 for classes left out"
     ] = None
-    augment: Annotated[
-        tuple[Literal["flip", "crop", "cutout", "contrast"], ...], "random changes of training images, in this order"
-    ] = ()
+    augment: Annotated[tuple[Augmentation, ...], "random changes of training images, in this order"] = ()
     loss_average: Annotated[
         Literal["examples", "tokens"],
         "what the training loss of a batch averages over: its examples, or all its labeled tokens, as transformers' "
