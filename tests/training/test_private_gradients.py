@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import toy_run
 from line_model import Line, line_batch, line_errors
+from model_types import inputs_of, module_of
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,6 +22,8 @@ from partita.core.noise import add_noise, gaussian_noise
 from partita.core.plan import Phase, Plan
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
+from partita.models.adapter import from_module
+from partita.tasks import KINDS
 from partita.training import private_gradients
 from partita.training.client_axis import ClientAxis, VmapError
 from partita.training.dp_sgd import NoiseSource
@@ -334,3 +337,29 @@ def test_vmap_error_names_what_to_change(clients: int, precision: str, remedy: s
     text = str(caught.value)
     assert text.startswith("vmap does not support line with m over clients and, for privacy, over examples: ")
     assert text.endswith(f"; {remedy}")
+
+
+# ---- a model that torch.vmap does not support
+
+
+@pytest.mark.parametrize("clipping", ["auto", "direct"])
+def test_examples_of_a_model_that_vmap_cannot_lift_are_clipped_one_by_one(
+    clipping: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 0)  # "auto" would try ghost clipping
+    model, inputs = from_module("mpnet", module_of("mpnet-text"), kind=KINDS["text"]), inputs_of("text")
+    batch = Batch(inputs, torch.arange(len(inputs["input_ids"])) % 2)
+    wanted = {name: torch.zeros_like(value) for name, value in model.initial.items()}
+    norms = []
+    for place in range(len(batch.targets)):
+        leaves = {name: value.clone().requires_grad_() for name, value in model.initial.items()}
+        one = {name: value[place : place + 1] for name, value in inputs.items()}
+        loss = model.losses(model(leaves, one), batch.targets[place : place + 1]).sum()
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        norms.append(float(torch.stack([grad.square().sum() for grad in found]).sum().sqrt()))
+        for name, grad in zip(leaves, found, strict=True):
+            wanted[name] += grad * min(1.0, 0.1 / norms[-1]) / 4
+    assert min(norms) > 0.1
+    estimator = make_estimator(DPSGDSettings(clip=0.1, noise=0.0, clipping=clipping), model=model)
+    grads, _ = estimate(estimator, batch)
+    torch.testing.assert_close(grads, wanted, atol=1e-6, rtol=1e-4)

@@ -30,7 +30,13 @@ class NoiseSource:
 
 
 def clipped_sum(
-    loss: Loss, trainable: Tensors, inputs: Tensors, targets: Tensor, mask: Tensor | None, dp_settings: DPSGDSettings
+    loss: Loss,
+    trainable: Tensors,
+    inputs: Tensors,
+    targets: Tensor,
+    mask: Tensor | None,
+    dp_settings: DPSGDSettings,
+    one_by_one: bool = False,
 ) -> tuple[Tensors, Tensor]:
     """Sum per-example gradients, each clipped to norm `clip` over all names together.
 
@@ -41,18 +47,18 @@ def clipped_sum(
         targets: The targets, of shape (example, ...).
         mask: Shape (example,), zero for examples to leave out; None if all count.
         dp_settings: The clip and the microbatch size.
+        one_by_one: Whether to run the loss once for each example, for a model that `torch.vmap` does not support.
 
     Returns:
         `(sum by name, losses)`; the losses have shape (example,).
     """
     total: Tensors = {}
     losses: list[Tensor] = []
-    size = dp_settings.microbatch or len(targets)
+    size = 1 if one_by_one else dp_settings.microbatch or len(targets)
+    gradients = gradient_of_one if one_by_one else per_example_gradients
     for start in range(0, len(targets), size):
         here = slice(start, start + size)
-        grads, norms, task = per_example_gradients(
-            loss, trainable, {k: value[here] for k, value in inputs.items()}, targets[here]
-        )
+        grads, norms, task = gradients(loss, trainable, {k: value[here] for k, value in inputs.items()}, targets[here])
         # Drop non-finite per-example gradients: a NaN in the sum would reveal that the example was present.
         out = ~torch.isfinite(norms) if mask is None else ~torch.isfinite(norms) | (mask[here] == 0)
         shares = (dp_settings.clip / norms).clamp(max=1.0).masked_fill(out, 0.0)
@@ -84,5 +90,20 @@ def per_example_gradients(
         return loss(trainable, {name: value.unsqueeze(0) for name, value in inputs.items()}, target.unsqueeze(0))
 
     grads, losses = torch.vmap(torch.func.grad(one, has_aux=True), in_dims=(None, 0, 0))(trainable, inputs, targets)
+    return grads, _norms(grads), losses
+
+
+def gradient_of_one(loss: Loss, trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensors, Tensor, Tensor]:
+    """Compute what `per_example_gradients` does for a batch of one example, without `torch.vmap`."""
+    leaves = {name: value.detach().requires_grad_() for name, value in trainable.items()}
+    with torch.enable_grad():
+        value, task = loss(leaves, inputs, targets)
+    found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    grads = {name: grad.unsqueeze(0) for name, grad in zip(leaves, found, strict=True)}
+    return grads, _norms(grads), task.detach().unsqueeze(0)
+
+
+def _norms(grads: Tensors) -> Tensor:
+    """Return the norm of each example's gradient over all names, (example,)."""
     squares = [grad.reshape(len(grad), -1).square().sum(1) for grad in grads.values()]
-    return grads, torch.stack(squares).sum(0).sqrt(), losses
+    return torch.stack(squares).sum(0).sqrt()

@@ -40,6 +40,7 @@ class PrivateGradients:
         self.objective, self.axis, self.dp_settings, self.noise_sources = objective, axis, dp_settings, noise_sources
         self.ghost = self._ghost_possible()
         self.steps = 0  # each step has its own noise
+        self.one_by_one = False  # whether the model's gradients are computed example by example
         remedy = (
             "set training.precision = 'float32'"
             if not objective.full_precision
@@ -55,6 +56,10 @@ class PrivateGradients:
     ) -> tuple[Tensors, Tensor]:
         sources = self.noise_sources[:count]
         std = self.dp_settings.noise * self.dp_settings.clip
+        if not self.steps and not self.axis.many:
+            self.one_by_one = bool(self.objective.model.why_one_by_one(values[-3]))
+            if self.dp_settings.clipping == "auto":
+                self.ghost = self.ghost and not self.one_by_one  # it checks its norms with torch.vmap
         with torch.no_grad():
             sums, grads, task = self.lift(self._clipped, dims)(trainable, *values)
             noisy = self._noisy(sums, sources, std) if self.dp_settings.noise else sums
@@ -110,7 +115,9 @@ class PrivateGradients:
                         "'direct', or train other parts of the model"
                     ) from error
                 self.ghost = False
-        return clipped_sum(of_one, trainable, batch.inputs, batch.targets, batch.mask, self.dp_settings)
+        return clipped_sum(
+            of_one, trainable, batch.inputs, batch.targets, batch.mask, self.dp_settings, self.one_by_one
+        )
 
     def _ghost_sum(self, trainable: Tensors, frozen: Tensors, batch: Batch) -> tuple[Tensors, Tensor, Tensor]:
         model = self.objective.model
