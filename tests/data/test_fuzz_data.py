@@ -187,6 +187,22 @@ def test_damaged_data_file_is_read_or_refused_by_name(
     check()
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_json_line_without_an_object_is_refused_by_row(place: int, tokenizer: str, tmp_path: Path) -> None:
+    """pyarrow crashes the process if `null` is the first line."""
+    rows = [json.dumps(row) for row in ROWS]
+    rows.insert(place, "null")
+    message = try_to_load("all.jsonl", "\n".join(rows).encode(), tmp_path, tokenizer)
+    assert message is not None
+    assert f"row {place} of " in message
+    assert "is not an object with named columns" in message
+
+
+def test_json_lines_may_start_with_a_byte_order_mark(tokenizer: str, tmp_path: Path) -> None:
+    data = "\n".join(json.dumps(row) for row in ROWS).encode("utf-8-sig")
+    assert try_to_load("all.jsonl", data, tmp_path, tokenizer) is None
+
+
 @pytest.mark.parametrize("tags", TAGS, ids=repr)
 def test_broken_tags_are_refused_by_row(tags: Any, tokenizer: str, tmp_path: Path) -> None:
     rows = [*WORDS * 3, {"tokens": ["no", "cough"], "tags": tags}]

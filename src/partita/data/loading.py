@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -382,7 +383,7 @@ def _arrow_copy(file: Path) -> Path:
 def _json_table(file: Path) -> Any:
     """Read a JSON list of objects, or JSON lines."""
     datasets, pyarrow = need("datasets", "data"), need("pyarrow", "data")
-    if not _is_json_list(file):
+    if not _is_json_list(file) and _holds_objects(file):
         try:
             return datasets.Dataset(_json_lines(file))
         except (pyarrow.ArrowException, UnicodeDecodeError):
@@ -398,6 +399,12 @@ def _is_json_list(file: Path) -> bool:
             if start := block.lstrip():
                 return start.startswith(b"[")
     return False
+
+
+def _holds_objects(file: Path) -> bool:
+    """Return whether every line that is not empty starts an object. pyarrow crashes if the first one is `null`."""
+    with file.open("rb") as stream:
+        return all(line.startswith(b"{") for raw in stream if (line := raw.removeprefix(BOM_UTF8).lstrip()))
 
 
 def _json_lines(file: Path) -> Any:
