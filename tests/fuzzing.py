@@ -115,7 +115,8 @@ def fitting_values(hint: Any, small: bool = False) -> st.SearchStrategy[Any]:
 def _between(bounds: Range, small: bool) -> st.SearchStrategy[float]:
     low = bounds.above if bounds.above is not None else bounds.low if bounds.low is not None else -1.0
     high = bounds.below if bounds.below is not None else bounds.high if bounds.high is not None else 1.0
-    inside = st.floats(low, min(high, low + 4.0) if small else high, width=32 if abs(high) < 1e30 else 64)
+    low, high = float(low), float(high)
+    inside = st.floats(low, min(high, low + 4.0) if small else high)
     return inside.filter(lambda value: value in bounds and math.isfinite(value))
 
 

@@ -118,3 +118,45 @@ def test_words_are_the_same_on_every_machine() -> None:
     row = mixed(row ^ mixed(3 + 0x9E3779B9 & mask))
     word = half_mixed(row ^ mixed(5 + 2 * 0x9E3779B9 & mask))
     assert int(words_of(2, 4, 6)[1, 3, 5]) % 2**32 == word
+
+
+# An independent implementation, in Python's integers: splitmix64 for seeds, lowbias32 for words.
+
+
+def mix32(word: int) -> int:
+    word ^= word >> 16
+    return finish32(word) ^ (finish32(word) >> 16)
+
+
+def finish32(word: int) -> int:
+    word = word * 0x7FEB352D % 2**32
+    return (word ^ (word >> 15)) * 0x846CA68B % 2**32
+
+
+def splitmix64(state: int) -> int:
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+    return state ^ (state >> 31)
+
+
+def test_seeds_and_words_are_those_of_the_published_hashes() -> None:
+    assert splitmix64(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # the first output of splitmix64 from the state 0
+    start, step = int.from_bytes(KEY.digest(8), "big"), 7
+    of_step = splitmix64((start + step * 0x9E3779B97F4A7C15) % 2**64)
+    seeds = [splitmix64((of_step + (place + 1) * 0x9E3779B97F4A7C15) % 2**64) for place in range(5)]
+    assert [seed % 2**64 for seed in seeds_of(5, step).tolist()] == seeds
+    for seed, found in zip(seeds, words_of(5, 3, 2, step=step), strict=True):
+        first = mix32(seed % 2**32 ^ PLACE % 2**32)
+        first = mix32(first ^ seed >> 32 ^ PLACE >> 32)
+        for row, column in itertools.product(range(3), range(2)):
+            of_row = mix32(first ^ mix32((row + 0x9E3779B9) % 2**32))
+            word = finish32(of_row ^ mix32((column + 2 * 0x9E3779B9) % 2**32))
+            assert int(found[row, column]) % 2**32 == word
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.75])
+def test_the_smallest_kept_word_is_the_rate(rate: float) -> None:
+    bound = round(rate * 2**32) - 2**31
+    words = torch.tensor([-(2**31), bound - 1, bound, 2**31 - 1], dtype=torch.int32)
+    assert keep_factors(words, rate, torch.float64).tolist() == pytest.approx([0, 0, 1 / (1 - rate), 1 / (1 - rate)])
+    assert keep_factors(words, 1.0, torch.float64).dtype == torch.float64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from helpers import Clients, final_params, max_difference, play, small_config, t
 from torch import Tensor
 
 from partita.core.data import EXAMPLE_SEEDS, Batch
-from partita.core.keyed_bits import example_seeds
+from partita.core.keyed_bits import example_seeds, place_id, random_words, uniforms
 from partita.core.optim import SGD
 from partita.core.rng import Key
 from partita.core.settings import AUGMENT, RunError, Training
@@ -52,6 +53,12 @@ def test_crop_moves_an_image_in_all_directions_and_repeats_its_edge() -> None:
         assert len(own) == 1
         moves.add(own[0])
     assert len(moves) == 25
+
+
+def test_crop_moves_a_small_image_by_a_pixel() -> None:
+    places = torch.arange(4.0).expand(400, 1, 4, 4)
+    moved = changed("crop", places)[:, 0, :, 1:3].mean((1, 2)) - 1.5
+    assert {round(float(move), 2) for move in moved} == {-1.0, 0.0, 1.0}
 
 
 def test_cutout_sets_one_square_to_the_mean_color() -> None:
@@ -125,30 +132,102 @@ def test_shear_moves_rows_and_columns_in_proportion_to_their_distance() -> None:
         assert 0.28 < float(found[:, row, column].max()) <= 0.3 + 1e-5
 
 
-def test_randaugment_applies_every_operation_to_some_images_and_none_to_others() -> None:
-    same = (changed("randaugment") == IMAGES).flatten(1).all(1)
-    assert 0 < int(same.sum()) < 20  # 1 of 81 on average: both operations are the one that changes nothing
-    matrices, centers = derivatives(changed("randaugment", ramps())), changed("randaugment", ramps())[:, :, 7:9, 7:9]
-    only_sheared = (matrices[:, [0, 1], [0, 1]] - 1).abs().amax(1) < 1e-5
-    for row, column in ((0, 1), (1, 0)):
-        assert int((only_sheared & (matrices[:, row, column].abs() > 0.02)).sum()) > 10
-    for channel in (0, 1):
-        assert int((centers[:, channel].mean((1, 2)).abs() > 0.1).sum()) > 10
+def draws_of(name: str, count: int = 2) -> Tensor:
+    return uniforms(random_words(SEEDS, place_id(f"augment.{name}"), (count,)))
+
+
+def test_changes_follow_their_draws() -> None:
+    signed = 2 * draws_of("flip") - 1
+    assert torch.equal((changed("flip") == IMAGES).flatten(1).all(1), signed[:, 0] >= 0)
+    signed = 2 * draws_of("contrast") - 1
+    torch.testing.assert_close(changed("contrast").std((2, 3))[:, 0] / IMAGES.std((2, 3))[:, 0], 1 + 0.4 * signed[:, 0])
+    signed = 2 * draws_of("brightness") - 1
+    torch.testing.assert_close((changed("brightness") - IMAGES).mean((1, 2, 3)).sign(), signed[:, 0].sign())
+    signed = 2 * draws_of("sharpness") - 1
+    noise = (changed("sharpness") - IMAGES.roll(1, 3)).square().mean((1, 2, 3))
+    assert float(noise[signed[:, 0] > 0.5].min()) > float(noise[signed[:, 0] < -0.5].max())
+    signed = 2 * draws_of("rotate") - 1
+    angles = torch.atan2(*derivatives(changed("rotate", ramps()))[:, [1, 0], 0].unbind(1))
+    torch.testing.assert_close(angles, signed[:, 0] * math.pi / 12, atol=1e-5, rtol=1e-5)
+    signed = 2 * draws_of("shear") - 1
+    torch.testing.assert_close(derivatives(changed("shear", ramps()))[:, [0, 1], [1, 0]], 0.3 * signed)
+
+
+def test_crop_and_cutout_draw_the_row_first() -> None:
+    rows, columns = (draws_of("crop") * 5).long().unbind(1)
+    for image, original, row, column in zip(changed("crop"), IMAGES, rows, columns, strict=True):
+        padded = torch.nn.functional.pad(original[None], (2, 2, 2, 2), mode="replicate")[0]
+        assert torch.equal(image, padded[:, row : row + 16, column : column + 16])
+    rows, columns = (draws_of("cutout") * 16).long().unbind(1)
+    cut = changed("cutout") != IMAGES
+    assert cut[torch.arange(400), :, rows, columns].all()
+
+
+def random_moves(which: float, amount: float) -> Tensor | None:
+    """The matrix of an operation of RandAugment, in coordinates from -1 to 1; None if it changes pixels."""
+    cos, sin = math.cos(amount * math.pi / 12), math.sin(amount * math.pi / 12)
+    matrices = [
+        [[cos, -sin, 0], [sin, cos, 0]],
+        [[1, 0.3 * amount, 0], [0, 1, 0]],
+        [[1, 0, 0], [0.3 * amount, 1, 0]],
+        [[1, 0, 0.25 * amount], [0, 1, 0]],
+        [[1, 0, 0], [0, 1, 0.25 * amount]],
+    ]
+    return torch.tensor([*matrices[int(which * 9)], [0, 0, 1]]) if which * 9 < 5 else None
+
+
+def test_randaugment_moves_by_two_operations() -> None:
+    draws, found = draws_of("randaugment", 4), changed("randaugment", ramps())
+    seen = 0
+    for row, image in zip(draws, found, strict=True):
+        moves = [random_moves(float(row[place]), 2 * float(row[place + 1]) - 1) for place in (0, 2)]
+        if moves[0] is None or moves[1] is None:
+            continue
+        seen += 1
+        places = (torch.arange(16) - 7.5) / 8
+        points = torch.stack([places.expand(16, 16), places.expand(16, 16).T, torch.ones(16, 16)])
+        sources = (moves[0] @ moves[1] @ points.flatten(1)).view(3, 16, 16)[:2] * 8
+        torch.testing.assert_close(image, sources.clamp(-7.5, 7.5), atol=1e-4, rtol=1e-4)
+    assert seen > 80  # 25 of 81 on average
+
+
+def test_randaugment_changes_pixels_by_two_operations() -> None:
+    draws, found = draws_of("randaugment", 4), changed("randaugment")
+    names = ["contrast", "brightness", "sharpness", "nothing"]
+    seen = set()
+    for row, image, original in zip(draws, found, IMAGES, strict=True):
+        chosen = [int(float(row[place]) * 9) - 5 for place in (0, 2)]
+        if min(chosen) < 0:
+            continue
+        strengths = {names[each]: row[place] for each, place in zip(chosen, (1, 3), strict=True)}
+        seen |= {*strengths}
+        expected = original[None]
+        for name in names[:3]:
+            if name in strengths:
+                expected = CHANGES[name](expected, strengths[name].view(1, 1))
+        torch.testing.assert_close(image, expected[0], atol=1e-5, rtol=1e-5)
+    assert seen == {*names}
 
 
 @pytest.mark.parametrize("name", [*MOVES, "randaugment"])
 def test_a_map_of_classes_moves_with_its_image(name: str) -> None:
     """The image holds its own map of classes as pixels, in large areas: only at their edges can rounding differ."""
-    areas = (IMAGES[:, :1, ::8, ::8] * 4).long().repeat_interleave(8, 2).repeat_interleave(8, 3).to(torch.int16)
+    areas = (IMAGES[:, :1, ::8, ::8] * 2).long().repeat_interleave(8, 2).repeat_interleave(8, 3).to(torch.int16)
     batch = Batch({PIXELS: areas.float(), EXAMPLE_SEEDS: SEEDS}, areas[:, 0])
     moved = augment(batch, [name])
+    blocks = {name: value.view(4, 100, *value.shape[1:]) for name, value in batch.inputs.items()}
+    block = augment(Batch(blocks, batch.targets.view(4, 100, 16, 16)), [name])
+    assert torch.equal(block.targets.flatten(0, 1), moved.targets)
     assert moved.targets.dtype == torch.int16
     assert not torch.equal(moved.targets, areas[:, 0])
     pixels = moved.inputs[PIXELS][:, 0]
     if name in ("flip", "crop"):
         assert torch.equal(pixels, moved.targets.float())
     elif name != "randaugment":  # it changes the pixels as well
-        assert float((pixels.round() == moved.targets).float().mean()) > 0.9
+        assert torch.equal(
+            pixels[sharp := (pixels - pixels.round()).abs() < 1e-4].round(), moved.targets[sharp].float()
+        )
+        assert float(sharp.float().mean()) > 0.5
 
 
 @pytest.mark.parametrize("name", list(CHANGES))

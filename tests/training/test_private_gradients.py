@@ -363,3 +363,48 @@ def test_examples_of_a_model_that_vmap_cannot_lift_are_clipped_one_by_one(
     estimator = make_estimator(DPSGDSettings(clip=0.1, noise=0.0, clipping=clipping), model=model)
     grads, _ = estimate(estimator, batch)
     torch.testing.assert_close(grads, wanted, atol=1e-6, rtol=1e-4)
+
+
+class Unliftable(Layer):
+    """A layer that claims that `torch.vmap` does not support it, with a parameter that no loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.initial["unused"] = torch.ones(3)
+        self.asked = 0
+
+    def why_one_by_one(self, inputs: Tensors) -> str:
+        self.asked += 1
+        return "it cannot"
+
+
+@pytest.mark.parametrize("clipping", ["auto", "direct"])
+def test_the_model_is_asked_once_and_ghost_clipping_is_not_tried(
+    clipping: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 0)
+    monkeypatch.setattr(private_gradients, "ghost_sum", None)
+    monkeypatch.setattr(torch, "vmap", None)
+    model = Unliftable()
+    estimator = make_estimator(DPSGDSettings(CLIP, 0.0, clipping=clipping), model=model)
+    for _ in range(2):
+        grads, _ = estimate(estimator, line_batch())
+        expected = {name: value / 4 for name, value in clipped(line_batch(), CLIP).items()}
+        assert_close(grads, {**expected, "unused": torch.zeros(3)})
+    assert model.asked == 1
+
+
+def test_a_block_does_not_ask_the_model() -> None:
+    model = Unliftable()
+    batch = line_batch()
+    stacked = {name: torch.stack([value] * 2) for name, value in model.initial.items()}
+    inputs = {name: torch.stack([value] * 2) for name, value in batch.inputs.items()}
+    values = [{}, {}, {}, {}, inputs, torch.stack([batch.targets] * 2), None]
+    make_estimator(QUIET, 2, model=model)(stacked, values, [0] * 7 + [None], 2)
+    assert model.asked == 0
+
+
+def test_ghost_clipping_stays_off_where_a_rule_forbids_it() -> None:
+    estimator = make_estimator(DPSGDSettings(CLIP, 0.0, clipping="auto"), rules=(Slope(1.0, per_example=True),))
+    estimate(estimator, line_batch())
+    assert not estimator.ghost
