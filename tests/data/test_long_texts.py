@@ -129,6 +129,16 @@ def test_cut_texts_are_counted_warned_about_and_recorded(tmp_path: Path, bert: P
         assert load_kind("tags", folder, bert, long_texts="cut").notes == task.notes
 
 
+def test_remedy_for_a_text_longer_than_the_model_takes_is_not_a_higher_limit(tmp_path: Path, bert: Path) -> None:
+    row = {"text": "no cough " * 20, "label": "yes"}
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps({**row, "label": label}) + "\n" for label in "ab" * 6))
+    options: dict[str, Any] = {"path": str(tmp_path / "all.jsonl"), "tokenizer": str(bert), "max_length": 20}
+    with pytest.warns(UserWarning, match=r"tokens are not read; to read them, set data\.long_texts = 'windows'$"):
+        load("text", Key(0), **options)
+    with pytest.raises(DataError, match=r" with 42; set data\.long_texts to 'windows' or 'cut'$"):
+        load("text", Key(0), long_texts="error", **options)
+
+
 @pytest.mark.parametrize("kind", ["single", "number", "tags"])
 def test_long_texts_can_be_an_error(kind: str, tmp_path: Path, bert: Path) -> None:
     with pytest.raises(DataError, match=r"17 of 24 .* max_length = 10 tokens, the first is row 7 of .* with 11; raise"):

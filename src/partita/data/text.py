@@ -190,8 +190,8 @@ def _refuse_cut(part: DatasetPart, cut: CutCounter, count: int, encode: TextEnco
         assert cut.first is not None
         raise DataError(
             f"{cut.texts:,} of {count:,} texts are longer than max_length = {encode.limit} tokens, the first is "
-            f"{part.row(cut.first)} with {cut.length:,}; raise data.max_length (up to {encode.longest:,} with this "
-            f"model), or set data.long_texts to 'windows' or 'cut'"
+            f"{part.row(cut.first)} with {cut.length:,}; {_raise_limit(encode)}set data.long_texts to "
+            "'windows' or 'cut'"
         )
 
 
@@ -208,8 +208,15 @@ def cut_notes(source: Dataset, cut: CutCounter, count: int, encode: TextEncoder)
         return ()
     what = f"{cut.texts:,} of {count:,} texts of '{source.path}' are longer than {encode.limit} tokens, and their last "
     warnings.warn(
-        f"{what}{cut.tokens:,} tokens are not read; to read them, raise data.max_length (up to {encode.longest:,} with "
-        "this model), or set data.long_texts = 'windows'",
+        f"{what}{cut.tokens:,} tokens are not read; to read them, {_raise_limit(encode)}set data.long_texts = "
+        "'windows'",
         stacklevel=3,
     )
     return (f"{what}{cut.tokens:,} tokens are not read",)
+
+
+def _raise_limit(encode: TextEncoder) -> str:
+    """Return the start of a remedy: to raise the limit, if the model takes longer rows."""
+    if encode.limit >= encode.longest:
+        return ""
+    return f"raise data.max_length (up to {encode.longest:,} with this model), or "
