@@ -62,6 +62,7 @@ def test_any_experiment_is_built_or_refused_in_one_line(count: int, small_machin
     check()
 
 
+@pytest.mark.filterwarnings("ignore:.* have fewer than data.shots = ")  # a class of a tiny data set can be this small
 @pytest.mark.parametrize("count", [10, slow_case(400)])
 def test_any_tiny_run_finishes_or_is_refused_in_one_line(
     count: int, small_machine: None, tmp_path_factory: pytest.TempPathFactory
