@@ -22,6 +22,8 @@ from partita.experiment.runner import start
 
 MANY = 400  # from this many examples on, draws are random
 LIMIT = 2**28  # bytes of memory that an experiment may use here
+# A class of a tiny data set can have fewer examples than data.shots.
+pytestmark = pytest.mark.filterwarnings("ignore:.* have fewer than data.shots = ")
 FUZZ = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], print_blob=True)
 
 
@@ -62,7 +64,6 @@ def test_any_experiment_is_built_or_refused_in_one_line(count: int, small_machin
     check()
 
 
-@pytest.mark.filterwarnings("ignore:.* have fewer than data.shots = ")  # a class of a tiny data set can be this small
 @pytest.mark.parametrize("count", [10, slow_case(400)])
 def test_any_tiny_run_finishes_or_is_refused_in_one_line(
     count: int, small_machine: None, tmp_path_factory: pytest.TempPathFactory
