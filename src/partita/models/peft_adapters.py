@@ -278,6 +278,7 @@ def _inject(module: Any, options: AdapterOptions, sites: Mapping[str, nn.Module]
             _peft().inject_adapter_in_model(piece, module, name)
     for layer in _tuner_layers(module):
         layer.set_adapter(list(names))
+        layer.train(False)  # LoKr draws from the global generator otherwise
     module.requires_grad_(False)
     use_vmap_layers(module)
 
