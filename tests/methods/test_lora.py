@@ -151,7 +151,7 @@ def test_models_without_low_rank_support_are_refused(monkeypatch: pytest.MonkeyP
     assert extend is not None
     with pytest.raises(ModelError, match=r"vit already has an adapter; leave \[model.adapter\] out, or use .* 'fedavg'"):
         extend(low_rank_vit(), Key(0))
-    with pytest.raises(TagError, match=r"cannot get an adapter; use a Hugging Face model, or leave \[model.adapter\] out"):
+    with pytest.raises(TagError, match="cannot get an adapter; use a Hugging Face model, model.name = 'pretrained'"):
         extend(ToyTransformer(), Key(0))
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match=r"pip install 'partita\[lora\]'"):

@@ -125,7 +125,7 @@ class Model:
         Raises:
             TagError: If the model does not support adapters.
         """
-        raise TagError(f"{self.name} cannot get an adapter; use a Hugging Face model, or leave [model.adapter] out")
+        raise TagError(f"{self.name} cannot get an adapter; use a Hugging Face model, model.name = 'pretrained' or 'vit'")
 
     def low_rank(self, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> Model:
         """Return this model with low-rank factors beside the weights with the given role tags, and nothing frozen.
