@@ -120,7 +120,7 @@ def test_example_level_privacy_clips_and_trains_the_adapter(case: str) -> None:
     assert max(float((found[0][name] - model.initial[name]).abs().max()) for name in model.names("lora")) > 1e-4
 
 
-@pytest.mark.parametrize("case", ("llama-lm", "vit-image"))
+@pytest.mark.parametrize("case", ["llama-lm", "vit-image"])
 def test_client_level_privacy_covers_the_adapter(case: str) -> None:
     model = adapted(case)
     config = PrivacyConfig(unit="client", noise=0.5, clip=0.1, delta=1e-3, repeatable=True)
@@ -131,7 +131,9 @@ def test_client_level_privacy_covers_the_adapter(case: str) -> None:
 
 def test_fedper_names_what_can_stay_with_the_client() -> None:
     tied = adapted("llama-lm")
-    with pytest.raises(TagError, match=r"tagged 'head' are frozen for the whole run .* choose among what trains: .*lora_B"):
+    with pytest.raises(
+        TagError, match=r"tagged 'head' are frozen for the whole run .* choose among what trains: .*lora_B"
+    ):
         play(toy_run(build("fedper", {}), 1), tied, clients("llama-lm"))
     head = adapted("bert-text")
     played = play(toy_run(build("fedper", {"finetune": 0}), 1), head, clients("bert-text"))
@@ -165,7 +167,7 @@ def test_methods_that_need_factors_say_how_to_get_them() -> None:
 # FFA-LoRA and FedSA-LoRA
 
 
-def test_ffa_lora_averages_products_exactly_and_equals_fedavg_with_frozen_A() -> None:
+def test_ffa_lora_averages_products_exactly_and_equals_fedavg_with_a_frozen_factor() -> None:
     model, population = adapted("llama-lm"), clients("llama-lm")
     run = toy_run(build("ffa-lora", {}), 1, steps=3)
     played = play(run, model, population)
@@ -197,7 +199,7 @@ def _updates(run: Any, model: Any, population: Any) -> list[Any]:
     return list(engine.train(jobs))
 
 
-def test_fedsa_lora_with_one_client_equals_lora_and_fedper_with_B() -> None:
+def test_fedsa_lora_with_one_client_equals_lora_and_fedper_with_one_factor() -> None:
     model, case = adapted("llama-lm"), "llama-lm"
     population = clients(case)
     population.clients = ("a",)  # type: ignore[misc,assignment]
@@ -209,7 +211,7 @@ def test_fedsa_lora_with_one_client_equals_lora_and_fedper_with_B() -> None:
     # Not bit for bit: a client keeps B, and the server adds a difference to it.
     assert max_difference(own, lora[-1].server.params) < 1e-6
     assert all(alone[-1].server.params[name] is model.initial[name] for name in B)
-    assert A == alone[-1].traffic.up.keys() - {HEADER}
+    assert alone[-1].traffic.up.keys() - {HEADER} == A
     both = [
         play(toy_run(method, 2), model, clients(case))
         for method in (build("fedsa-lora", {}), build("fedper", {"personal": ["lora_B"], "finetune": 0}))

@@ -149,9 +149,11 @@ def test_invalid_low_rank_options_are_refused_with_a_remedy(options: dict[str, A
 def test_models_without_low_rank_support_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     extend = lora().extend
     assert extend is not None
-    with pytest.raises(ModelError, match=r"vit already has an adapter; leave \[model.adapter\] out, or use .* 'fedavg'"):
+    with pytest.raises(
+        ModelError, match=r"vit already has an adapter; leave \[model.adapter\] out, or use .* 'fedavg'"
+    ):
         extend(low_rank_vit(), Key(0))
-    with pytest.raises(TagError, match="cannot get an adapter; use a Hugging Face model, model.name = 'pretrained'"):
+    with pytest.raises(TagError, match=r"cannot get an adapter; use a Hugging Face model, model\.name = 'pretrained'"):
         extend(ToyTransformer(), Key(0))
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match=r"pip install 'partita\[lora\]'"):

@@ -305,5 +305,7 @@ def test_conv1d_and_linear_layers_of_all_roles_get_factors() -> None:
         model = adapted(case, roles=("query", "key", "value", "output", "mlp"))
         roles = {tag for tags in model.tags.values() for tag in tags}
         assert {"query", "key", "value", "output", "mlp"} <= roles
-    assert adapted("gpt2-lm", roles=("layer.1",)).names("lora") == adapted("gpt2-lm", roles=("layer.1",)).names("layer.1")
+    assert adapted("gpt2-lm", roles=("layer.1",)).names("lora") == adapted("gpt2-lm", roles=("layer.1",)).names(
+        "layer.1"
+    )
     assert small_vit().initial.keys() == {*adapted_vit().frozen_tags, *adapted_vit().names("head")}

@@ -125,7 +125,9 @@ class Model:
         Raises:
             TagError: If the model does not support adapters.
         """
-        raise TagError(f"{self.name} cannot get an adapter; use a Hugging Face model, model.name = 'pretrained' or 'vit'")
+        raise TagError(
+            f"{self.name} cannot get an adapter; use a Hugging Face model, model.name = 'pretrained' or 'vit'"
+        )
 
     def low_rank(self, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> Model:
         """Return this model with low-rank factors beside the weights with the given role tags, and nothing frozen.
@@ -249,8 +251,8 @@ class Model:
             if tag not in known:
                 if any(tag in tags for tags in self.frozen_tags.values()):
                     raise TagError(
-                        f"all parameters of {self.name} that are tagged '{tag}' are frozen for the whole run (model.frozen "
-                        f"or [model.adapter]); choose among what trains: {', '.join(known)}"
+                        f"all parameters of {self.name} that are tagged '{tag}' are frozen for the whole run "
+                        f"(model.frozen or [model.adapter]); choose among what trains: {', '.join(known)}"
                     )
                 near = difflib.get_close_matches(tag, known)
                 hint = f" Did you mean '{near[0]}'?" if near else ""

@@ -51,7 +51,9 @@ class RankPlan:
         rank = _table(self.ranks)[round_info.client]
         beyond = {name for name, tags in model.tags.items() if _rank(tags) > rank}
         beyond |= {copy for name in beyond if (copy := copy_name(name)) in model.tags}
-        return _without(self.planner(model, round_info), frozenset(beyond)) if beyond else self.planner(model, round_info)
+        return (
+            _without(self.planner(model, round_info), frozenset(beyond)) if beyond else self.planner(model, round_info)
+        )
 
 
 @lru_cache(maxsize=8)

@@ -61,7 +61,9 @@ def fedfrozen(
         if warm:
             return share_everything(model, round_info)
         train = (
-            _names(model, "value", "head") if scope == "value" else model.all_names() - frozen_names(model, freeze, seed)
+            _names(model, "value", "head")
+            if scope == "value"
+            else model.all_names() - frozen_names(model, freeze, seed)
         )
         if not train:
             raise MethodError(

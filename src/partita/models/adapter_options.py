@@ -10,6 +10,8 @@ from partita.core.options import Count, OptionError, PartialShare, Positive, val
 
 TABLE = "model.adapter"
 LORA_ONLY = ("dropout", "dora", "rslora", "ranks")
+ADAPTER = "default"  # PEFT's name for a single adapter
+FACTORS = ("lora_A", "lora_B")  # (rank, in) and (out, rank)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,14 @@ class AdapterOptions:
         return tuple(sorted({*self._given(), self.rank}))
 
     @property
+    def pieces(self) -> dict[str, int]:
+        """The width of each piece into which the factors are cut, by the name of its adapter in PEFT."""
+        if len(self.bounds) == 1:
+            return {ADAPTER: self.rank}
+        lower = (0, *self.bounds[:-1])
+        return {f"rank{high}": high - low for low, high in zip(lower, self.bounds, strict=True)}
+
+    @property
     def scale(self) -> float:
         """What the product of LoRA's factors is multiplied by; the same for clients of all ranks."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
@@ -92,6 +102,17 @@ class AdapterOptions:
                 f"{', '.join(clients[:3])}, ..."
             )
         return {client: self.ranks.get(client, self.rank) for client in clients}
+
+
+def factor_name(site: str, factor: str, piece: str = ADAPTER) -> str:
+    """Return the name of a factor, or of a piece of it.
+
+    Args:
+        site: The path of the linear layer.
+        factor: One of `FACTORS`.
+        piece: A name of `AdapterOptions.pieces`.
+    """
+    return f"{site}.{factor}.weight" if piece == ADAPTER else f"{site}.{factor}.{piece}.weight"
 
 
 def adapter_options(table: Any) -> AdapterOptions:

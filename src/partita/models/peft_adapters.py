@@ -6,7 +6,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,12 @@ from partita.core.torch_private import own_parameters
 from partita.models import ModelError, split_qkv
 from partita.models.activation_checkpointing import checkpoint_layers
 from partita.models.adapter import FunctionalModel, ParameterSlot
-from partita.models.adapter_options import TABLE, AdapterOptions
+from partita.models.adapter_export import fuse, join, merge
+from partita.models.adapter_options import ADAPTER, FACTORS, TABLE, AdapterOptions, factor_name
 from partita.models.dropout import DropoutDraws, key_dropout
 from partita.models.pretrained import seeded
 from partita.models.vmap_layers import use_vmap_layers
 
-FACTORS = ("lora_A", "lora_B")  # (rank, in) and (out, rank)
-ADAPTER = "default"  # PEFT's name for a single adapter
 ON_CONV1D = ("lora", "ia3")  # kinds that PEFT also has for the Conv1D of GPT-2
 ParameterSlots = dict[str, tuple[ParameterSlot, ...]]
 
@@ -62,7 +61,7 @@ class AdaptedModel(FunctionalModel):
         Raises:
             ModelError: If an adapted weight is not stored as numbers that can be added to.
         """
-        return dict(_merged_module(self, params).named_parameters())
+        return dict(self._merged_module(params).named_parameters())
 
     def save_merged(self, params: Tensors, folder: str | Path) -> None:
         """Write a plain transformers folder, which loads without partita and PEFT.
@@ -71,7 +70,7 @@ class AdaptedModel(FunctionalModel):
             ModelError: If an adapted weight is not stored as numbers that can be added to.
         """
         plain = FunctionalModel(**{item.name: getattr(self, item.name) for item in fields(FunctionalModel)})
-        whole = replace(plain, module=_merged_module(self, params), initial={}, tags={}, parameter_slots={})
+        whole = replace(plain, module=self._merged_module(params), initial={}, tags={}, parameter_slots={})
         whole.save_pretrained({}, folder)
 
     def save_pretrained(self, params: Tensors, folder: str | Path) -> None:
@@ -91,7 +90,7 @@ class AdaptedModel(FunctionalModel):
             )
         own = {name: params[name] for name in sorted(adapter)}
         if self.options.kind == "lora":
-            own, sites = _fused(self, _joined(self, own))
+            own, sites = fuse(self.module, self.sites, join(own, self.sites, self.options))
         else:
             sites = dict.fromkeys(self.sites, 1)
         config = _config(self.options, sites, [self.module.get_submodule(site) for site in self.sites])
@@ -103,6 +102,12 @@ class AdaptedModel(FunctionalModel):
         named = {f"base_model.model.{name}": own[name] for name in sorted(own)}  # PEFT's names
         (Path(folder) / "adapter_model.safetensors").write_bytes(serialization.save(named, {"format": "pt"}))
         self.save_processor(folder)
+
+    def _merged_module(self, params: Tensors) -> Any:
+        module, slots = _copy(self)
+        _fill(slots, {name: nn.Parameter(params[name].detach(), requires_grad=False) for name in slots})
+        merge(module, self.sites)
+        return module
 
     def _tagged(self, tag: str) -> Names:
         return frozenset(name for name, tags in self.tags.items() if tag in tags)
@@ -157,7 +162,7 @@ def _adapted(
             "'fedavg' in place of 'lora'"
         )
     every_tag = {**adapted.frozen_tags, **adapted.tags}
-    module, slots, draws = _copy(adapted)
+    module, slots = _copy(adapted)
     sites = _sites(adapted.name, module, every_tag, options, types)
     _freeze(slots, adapted, adapted.initial.keys() - trainable)
     parameter_slots = {name: slots[name] for name in slots if name in trainable}
@@ -187,7 +192,7 @@ def _adapted(
         "tags": tags,
         "parameter_slots": parameter_slots,
         "frozen_tags": {**adapted.frozen_tags, **frozen},
-        "draws": _keyed_dropout(module, draws) if options.dropout else draws,
+        "draws": _keyed_dropout(module, adapted.draws) if options.dropout else adapted.draws,
     }
     return AdaptedModel(**{**own, **changed}, options=options, sites=tuple(sites))
 
@@ -196,12 +201,12 @@ def _is_task_head(adapted: FunctionalModel, tags: Names) -> bool:
     return "head" in tags and "embedding" not in tags and adapted.kind.outputs != "vocabulary"
 
 
-def _copy(adapted: FunctionalModel) -> tuple[Any, ParameterSlots, DropoutDraws | None]:
+def _copy(adapted: FunctionalModel) -> tuple[Any, ParameterSlots]:
     """Return a copy of the module and its slots, in which the frozen values are not copied."""
     shared: dict[int, Any] = {id(value): value for value in (*adapted.module.parameters(), *adapted.module.buffers())}
     shared[id(adapted.draws)] = adapted.draws  # the copy's dropout layers read the seeds that the model sets
     module, slots = copy.deepcopy((adapted.module, dict(adapted.parameter_slots)), shared)
-    return module, slots, adapted.draws
+    return module, slots
 
 
 def _sites(
@@ -240,7 +245,9 @@ def _sites(
                 f"rank is {options.rank}, but '{path}' is {out} x {into}; use a rank from 1 to {min(out, into)}"
             )
     for part in module.modules():
-        if isinstance(part, split_qkv.SplitQKV) and any(part.get_submodule(name) in sites.values() for name in split_qkv.PARTS):
+        if isinstance(part, split_qkv.SplitQKV) and any(
+            part.get_submodule(name) in sites.values() for name in split_qkv.PARTS
+        ):
             part.separate()
     return sites
 
@@ -268,7 +275,7 @@ def _fill(parameter_slots: Mapping[str, tuple[ParameterSlot, ...]], values: Mapp
 
 def _inject(module: Any, options: AdapterOptions, sites: Mapping[str, nn.Module], key: Key) -> None:
     """Wrap the layers in PEFT's. PEFT does not change a wrapped layer, so the slots of its parameters stay valid."""
-    config, names = _config(options, dict.fromkeys(sites, 1), sites.values()), _pieces(options)
+    config, names = _config(options, dict.fromkeys(sites, 1), sites.values()), options.pieces
     with warnings.catch_warnings(), seeded(key / "values"):  # PEFT draws from the global generator
         warnings.simplefilter("ignore")  # about Conv1D, for which it chooses the right setting
         for name, width in names.items():
@@ -283,15 +290,6 @@ def _inject(module: Any, options: AdapterOptions, sites: Mapping[str, nn.Module]
     use_vmap_layers(module)
 
 
-def _pieces(options: AdapterOptions) -> dict[str, int]:
-    """Return the width of each piece into which the factors are cut, by PEFT's name of it."""
-    if len(options.bounds) == 1:
-        return {ADAPTER: options.rank}
-    return {
-        f"rank{high}": high - low for low, high in zip((0, *options.bounds[:-1]), options.bounds, strict=True)
-    }
-
-
 def _own_tags(leaf: str, options: AdapterOptions) -> Names:
     """Return the tags of an adapter's parameter beside those of its layer: for "lora_A.rank8.weight" also "rank.8"."""
     first, *more = leaf.split(".")
@@ -303,17 +301,13 @@ def _lora_values(initial: Tensors, sites: Iterable[str], options: AdapterOptions
     """Draw A as PEFT does, from a key of its own for each layer, whatever the pieces."""
     values = {}
     for site in sites:
-        shape = initial[_factor(site, FACTORS[0], next(iter(_pieces(options))))].shape
+        shape = initial[factor_name(site, FACTORS[0], next(iter(options.pieces)))].shape
         whole = _uniform(options.rank, shape[1], key / f"{site}.lora_A.weight")
-        for piece, rows in zip(_pieces(options), whole.split(list(_pieces(options).values())), strict=True):
-            A, B = (_factor(site, factor, piece) for factor in FACTORS)
+        for piece, rows in zip(options.pieces, whole.split(list(options.pieces.values())), strict=True):
+            A, B = (factor_name(site, factor, piece) for factor in FACTORS)
             values[A] = rows.clone().to(initial[A].device)
             values[B] = torch.zeros_like(initial[B])
     return values
-
-
-def _factor(site: str, factor: str, piece: str) -> str:
-    return f"{site}.{factor}.weight" if piece == ADAPTER else f"{site}.{factor}.{piece}.weight"
 
 
 def _uniform(rank: int, into: int, key: Key) -> Tensor:
@@ -340,61 +334,6 @@ def _tuner_layers(module: nn.Module) -> list[Any]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [part for part in module.modules() if isinstance(part, BaseTunerLayer)]
-
-
-def _merged_module(model: AdaptedModel, params: Tensors) -> Any:
-    """Return a copy of the module without PEFT's layers, with the adapter added to the weights."""
-    module, slots, _ = _copy(model)
-    _fill(slots, {name: nn.Parameter(params[name].detach(), requires_grad=False) for name in slots})
-    for site in model.sites:
-        layer = module.get_submodule(site)
-        plain = layer.get_base_layer()
-        weight = getattr(plain, "weight", None)
-        if not isinstance(weight, Tensor) or not weight.is_floating_point():
-            raise ModelError(f"'{site}.weight' is quantized and cannot be merged; use save_pretrained")
-        plain.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
-        layer.merge()
-        parent, _, name = site.rpartition(".")
-        setattr(module.get_submodule(parent), name, plain)
-    return module
-
-
-def _joined(model: AdaptedModel, own: Tensors) -> Tensors:
-    """Put the pieces of factors together, and name the lengths of DoRA as PEFT saves them."""
-    if len(model.options.bounds) > 1:
-        pieces = _pieces(model.options)
-        for site in model.sites:
-            for dim, factor in enumerate(FACTORS):
-                parts = [own.pop(_factor(site, factor, piece)) for piece in pieces]
-                own[f"{site}.{factor}.weight"] = torch.cat(parts, dim)
-    ending = ".lora_magnitude_vector"
-    return {name.removesuffix(".weight") if f"{ending}.weight" in name else name: own[name] for name in own}
-
-
-def _fused(model: AdaptedModel, own: Tensors) -> tuple[Tensors, dict[str, int]]:
-    """Return the factors of the layers that transformers has, and how many times larger the rank of each is.
-
-    The factors of the parts of a split projection become factors of the fused one: the rows of their A below each
-    other, and their B in the rows of their outputs, with zeros elsewhere.
-    """
-    fused, times = dict(own), dict.fromkeys(model.sites, 1)
-    for path, part in model.module.named_modules():
-        if not isinstance(part, split_qkv.SplitQKV):
-            continue
-        names = [name for name in split_qkv.PARTS if times.pop(f"{path}.{name}", 0)]
-        if not names:
-            continue
-        times[path] = len(names)
-        rows = {name: [fused.pop(f"{path}.{name}.{factor}.weight") for factor in FACTORS] for name in names}
-        fused[f"{path}.lora_A.weight"] = torch.cat([A for A, _ in rows.values()])
-        sizes = {name: _size(part.get_submodule(name).get_base_layer() if name in names else part.get_submodule(name)) for name in split_qkv.PARTS}
-        blocks = [
-            torch.cat([rows[name][1] if name == other else rows[name][1].new_zeros(sizes[other][0], rows[name][1].shape[1]) for other in split_qkv.PARTS])
-            for name in names
-        ]
-        B = torch.cat(blocks, 1)
-        fused[f"{path}.lora_B.weight"] = B if part.order is None else B.index_select(0, part.order.to(B.device))
-    return fused, times
 
 
 def _lora(options: AdapterOptions, rank: int, alpha: float) -> dict[str, Any]:

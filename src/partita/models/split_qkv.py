@@ -73,17 +73,22 @@ class Conv1DPart(Conv1D):
 
 
 class SplitQKV(nn.Module):
-    """Replaces a fused Conv1D or nn.Linear. It computes the same in one matmul.
+    """Replaces a fused Conv1D or nn.Linear. It computes the same in one matmul, unless its parts are separated.
 
     Args:
         fused: The fused projection.
         outputs: Which of its outputs are queries, keys and values.
+
+    Attributes:
+        outputs: The number of outputs of each part.
+        order: The place of each output of the fused projection among those of the parts; None if it is the same.
     """
 
     def __init__(self, fused: Conv1D | nn.Linear, outputs: Outputs) -> None:
         super().__init__()
         self.transposed = isinstance(fused, Conv1D)  # its weight is (in, out)
         self.has_bias = fused.bias is not None
+        self.outputs = {name: len(chosen) for name, chosen in zip(PARTS, outputs, strict=True)}
         weight = fused.weight.detach()
         for name, chosen in zip(PARTS, outputs, strict=True):
             chosen = chosen.to(weight.device)
@@ -99,12 +104,12 @@ class SplitQKV(nn.Module):
     def separate(self) -> None:
         """Make each part a layer, which is called, so that an adapter can be added to it. In place."""
         self.separated = True
-        for part in (self.get_submodule(name) for name in PARTS):
-            out, into = part.size  # type: ignore[misc]
+        for part in (getattr(self, name) for name in PARTS):
+            out, into = part.size
             if self.transposed:
-                part.__class__, part.nf, part.nx = Conv1DPart, out, into  # type: ignore[assignment]
+                part.__class__, part.nf, part.nx = Conv1DPart, out, into
             else:
-                part.__class__, part.out_features, part.in_features = LinearPart, out, into  # type: ignore[assignment]
+                part.__class__, part.out_features, part.in_features = LinearPart, out, into
 
     def forward(self, state: Tensor) -> Tensor:  # (example, token, width)
         if self.separated:

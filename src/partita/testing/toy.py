@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -152,7 +153,8 @@ def _with_wide_module(model: Model) -> Model:
     if not isinstance(module, nn.Module) or next(module.parameters(), None) is None:
         return model
     wide = deepcopy(model)
-    getattr(wide, "base", wide).module.double()  # type: ignore[attr-defined]
+    inside: Any = getattr(wide, "base", wide)
+    inside.module.double()
     return wide
 
 
