@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from partita.core.client import ClientError
 from partita.core.options import MISSING, Option, Range
 from partita.experiment.config import schema
+from partita.methods import NEEDS_FACTORS
 
 Raw = dict[str, Any]
 
@@ -206,6 +207,9 @@ def experiments(draw: st.DrawFn, small: bool = False) -> Raw:
         table, _, name = heading.partition(" ")
         key = "name"
         given = draw(tables(SCHEMA[heading], faulty, small))
+        if heading == "model.adapter":
+            raw["model"]["adapter"] = given
+            continue
         kept = {} if table == "split" or name in ("clip", "pretrained") else raw.get(table, {})
         kept = {} if table == "method" else kept
         raw[table] = {**kept, **given, **({key: name} if name else {})}
@@ -213,6 +217,8 @@ def experiments(draw: st.DrawFn, small: bool = False) -> Raw:
             raw[table]["clients"] = draw(st.sampled_from([2, 3, given["clients"]]))
         if name in DUAL_ENCODER_METHODS:
             raw["model"] = dict(TINY_CLIP)
+        if name in NEEDS_FACTORS:
+            raw["model"]["adapter"] = {"rank": 2}
     if "privacy" in raw and "epsilon" not in raw["privacy"] and "noise" not in raw["privacy"]:
         raw["privacy"]["noise"] = 1.0
     if small:

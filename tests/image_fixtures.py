@@ -17,7 +17,7 @@ from partita.core.rng import Key
 from partita.core.rounds import rounds
 from partita.engines.simulation import SimulationEngine
 from partita.models.adapter import FunctionalModel
-from partita.models.lora import LowRankModel
+from partita.models.peft_adapters import AdaptedModel
 from partita.models.prompts.clip import clip
 from partita.models.prompts.dual_encoder import DualEncoder
 from partita.models.vit import vit
@@ -86,9 +86,17 @@ def tiny_clip(dtype: Literal["float32", "bfloat16", "float64"] = "float64") -> D
     return clip(random_images(1), Key(1), shape="tiny", dtype=dtype)  # type: ignore[arg-type]
 
 
-def low_rank_vit(rank: int = 2, alpha: float = 3.0, layers: int = 1, frozen: tuple[str, ...] = ()) -> LowRankModel:
+def low_rank_vit(rank: int = 2, alpha: float = 3.0, layers: int = 1, frozen: tuple[str, ...] = ()) -> AdaptedModel:
+    """A ViT with factors beside its weights, which can train too."""
     model = small_vit(layers, frozen).low_rank(rank, alpha, ("query", "value"), Key(2))
-    assert isinstance(model, LowRankModel)
+    assert isinstance(model, AdaptedModel)
+    return model
+
+
+def adapted_vit(layers: int = 1, key: Key | None = None, kind: str = "lora", **options: Any) -> AdaptedModel:
+    """A ViT of which only an adapter and the head train."""
+    model = small_vit(layers).adapted(kind, key or Key(2), **{"rank": 2, "alpha": 3.0, **options})
+    assert isinstance(model, AdaptedModel)
     return model
 
 

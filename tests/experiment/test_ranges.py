@@ -188,6 +188,8 @@ def with_value(heading: str, name: str, value: Any) -> dict[str, Any]:
     given = {**needed, **({"noise": 1.0} if table == "privacy" else {}), name: value}
     if not table:
         return {**TINY, **given}
+    if table == "model.adapter":
+        return {**TINY, "model": {**TINY["model"], "adapter": given}}
     return {**TINY, table: {**given, **({"name": kind} if kind else {})}}
 
 

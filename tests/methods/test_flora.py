@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 from helpers import play, toy_run
-from image_fixtures import FOUR, ImageClients, low_rank_vit, random_images
+from image_fixtures import FOUR, ImageClients, low_rank_vit, random_images, small_vit
 from torch import Tensor
 
 from partita.core import tensors
 from partita.core.client import Job
 from partita.core.method import Method
+from partita.core.plan import share
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, RoundResult, initial_server, rounds
 from partita.core.tensors import Tensors
 from partita.core.update import Aggregate, Update
 from partita.engines.simulation import SimulationEngine
 from partita.methods.flora import flora
-from partita.methods.lora import lora
 from partita.models import ModelError
 
 MODEL = low_rank_vit()
@@ -32,7 +32,8 @@ for name, value in MODEL.initial.items():
     if ".lora_" not in name:
         MODEL.initial[name] = value + torch.randn(value.shape, generator=(Key(3) / name).generator())
 INPUTS = {"pixel_values": random_images(6, seed=9).pixels}
-FLORA, LORA = flora(rank=2, alpha=3.0), lora(rank=2, alpha=3.0)
+FLORA = flora(rank=2, alpha=3.0)
+LORA = Method("lora", plan=lambda model, round_info: share(train := model.names("lora", "head"), down=train))
 LAYERS = ("vit.layers.0.attention.q_proj", "vit.layers.0.attention.v_proj")
 
 
@@ -176,4 +177,4 @@ def test_flora_result_can_only_be_saved_merged(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="use save_merged"):
         MODEL.save_pretrained(params, tmp_path)
     merged = MODEL.merged(params)
-    assert torch.equal(MODEL.base(merged, INPUTS).logits, MODEL(params, INPUTS).logits)
+    assert torch.equal(small_vit()(merged, INPUTS).logits, MODEL(params, INPUTS).logits)

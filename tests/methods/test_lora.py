@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 from helpers import OPTIMIZERS, files_in, final_params, no_vmap_fallback, play, toy_run
-from image_fixtures import FOUR, low_rank_vit, random_images, small_vit
+from image_fixtures import FOUR, adapted_vit, low_rank_vit, random_images, small_vit
 from peft import PeftModel
 from torch import Tensor
 from transformers import ViTForImageClassification
 
 from partita.core import tensors
-from partita.core.model import Model, TagError
-from partita.core.plan import RoundInfo, plan_for
+from partita.core.method import Method
+from partita.core.model import TagError
+from partita.core.plan import share
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.engines.availability import Availability
@@ -54,7 +55,7 @@ def test_low_rank_model_keeps_base_names_and_adds_factors() -> None:
     assert new == model.names("lora")
     layers = ("vit.layers.0.attention.q_proj", "vit.layers.0.attention.v_proj")
     assert new == {f"{layer}.{factor}.weight" for layer in layers for factor in ("lora_A", "lora_B")}
-    assert model.tags[f"{layers[1]}.lora_B.weight"] == {"lora", "value", "layer.0"}
+    assert model.tags[f"{layers[1]}.lora_B.weight"] == {"lora", "lora_B", "value", "layer.0"}
 
 
 def test_untrained_low_rank_model_equals_its_base_bit_for_bit() -> None:
@@ -81,7 +82,7 @@ def test_merged_model_gives_the_same_outputs_in_transformers(tmp_path: Path) -> 
     model = low_rank_vit(layers=2)
     params = perturbed(model.initial, model.all_names())
     logits = model(params, INPUTS).logits
-    assert close(model.base(model.merged(params), INPUTS).logits, logits)
+    assert close(small_vit(layers=2)(model.merged(params), INPUTS).logits, logits)
     model.save_merged(params, tmp_path)
     assert close(load_vit(tmp_path)(**INPUTS).logits, logits)
     without = perturbed(model.initial, model.all_names() - model.names("lora"))
@@ -109,9 +110,6 @@ def test_saving_an_adapter_that_would_lose_changes_is_refused(tmp_path: Path) ->
     model = low_rank_vit()
     with pytest.raises(ModelError, match=r"q_proj.weight' has changed since vit was loaded.* use save_merged"):
         model.save_pretrained(perturbed(model.initial, frozenset({WEIGHT})), tmp_path)
-    frozen = low_rank_vit(frozen=("query",))
-    with pytest.raises(ModelError, match=r"q_proj.weight' is permanently frozen .* use save_pretrained"):
-        frozen.merged(frozen.initial)
 
 
 def test_low_rank_block_shares_the_base_without_vmap_fallback() -> None:
@@ -128,8 +126,7 @@ def test_low_rank_model_can_be_pickled_and_moved_to_a_device() -> None:
     params = perturbed(model.initial, model.all_names())
     assert torch.equal(pickle.loads(pickle.dumps(model))(params, INPUTS).logits, model(params, INPUTS).logits)
     model.to(torch.device("meta"))
-    assert all(value.is_meta for value in [*model.initial.values(), *model.base.module.parameters()])
-    assert all(model.base.initial[name] is model.initial[name] for name in model.base.initial), "weights are held once"
+    assert all(value.is_meta for value in [*model.initial.values(), *model.module.parameters()])
 
 
 @pytest.mark.parametrize(
@@ -152,9 +149,11 @@ def test_invalid_low_rank_options_are_refused_with_a_remedy(options: dict[str, A
 def test_models_without_low_rank_support_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     extend = lora().extend
     assert extend is not None
-    with pytest.raises(ModelError, match="vit already has low-rank factors"):
+    with pytest.raises(
+        ModelError, match=r"vit already has an adapter; leave \[model.adapter\] out, or use .* 'fedavg'"
+    ):
         extend(low_rank_vit(), Key(0))
-    with pytest.raises(TagError, match="use a Hugging Face model"):
+    with pytest.raises(TagError, match=r"cannot get an adapter; use a Hugging Face model, model\.name = 'pretrained'"):
         extend(ToyTransformer(), Key(0))
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match=r"pip install 'partita\[lora\]'"):
@@ -164,43 +163,39 @@ def test_models_without_low_rank_support_are_refused(monkeypatch: pytest.MonkeyP
 # The method
 
 
-def test_lora_equals_fedavg_on_a_model_with_a_frozen_base() -> None:
-    open_, frozen = low_rank_vit(), low_rank_vit(frozen=BODY)
-    assert frozen.all_names() == open_.names("lora", "head")
+def test_lora_equals_fedavg_on_a_model_with_an_adapter() -> None:
+    extend = lora(rank=2, alpha=3.0).extend
+    assert extend is not None
+    model, other = extend(small_vit(), Key(2)), adapted_vit()
+    assert model.all_names() == other.names("lora", "head")
+    assert tensors.equal(model.initial, other.initial)
     availability = Availability(client_dropout=0.2, straggler_rate=0.3)
     rounds = [
-        play(toy_run(method, 3, OPTIMIZERS["adamw"], cohort=0.5, min_updates=0), model, FOUR, availability=availability)
-        for method, model in ((lora(rank=2, alpha=3.0), open_), (fedavg(), frozen))
+        play(toy_run(method, 3, OPTIMIZERS["adamw"], cohort=0.5, min_updates=0), each, FOUR, availability=availability)
+        for method, each in ((lora(rank=2, alpha=3.0), model), (fedavg(), other))
     ]
     for one, two in zip(*rounds, strict=True):
-        assert tensors.equal(tensors.select(one.server.params, frozen.all_names()), two.server.params)
+        assert tensors.equal(one.server.params, two.server.params)
         assert (one.traffic, one.loss, one.lost) == (two.traffic, two.loss, two.lost)
-    assert not any(torch.equal(value, frozen.initial[name]) for name, value in final_params(rounds[1]).items())
+    assert not any(torch.equal(value, other.initial[name]) for name, value in final_params(rounds[1]).items())
 
 
-def test_lora_base_is_neither_changed_nor_sent() -> None:
-    model = low_rank_vit()
-    base = model.all_names() - model.names("lora", "head")
-    for each in play(toy_run(lora(rank=2, alpha=3.0), 2), model, FOUR):
-        assert all(each.server.params[name] is model.initial[name] for name in base)
-        assert base.isdisjoint(each.traffic.up.keys() | each.traffic.down.keys())
+def test_lora_equals_training_of_factors_beside_weights_that_a_plan_leaves_alone() -> None:
+    """The factors are drawn from the same keys as those of flora, and train to the same values."""
+    open_, model = low_rank_vit(), adapted_vit()
+    train = open_.names("lora", "head")
+    method = Method("factors", plan=lambda model, round_info: share(train, down=train))
+    one, two = play(toy_run(method, 2), open_, FOUR), play(toy_run(fedavg(), 2), model, FOUR)
+    assert tensors.equal(tensors.select(final_params(one), train), final_params(two))
+    assert [each.traffic for each in one] == [each.traffic for each in two]
 
 
-class ModelWithTiedHead(Model):
-    """A model whose head is tied to the embedding, with low-rank factors."""
-
-    name = "tied"
-    tags = {  # noqa: RUF012
-        "embed": frozenset({"embedding", "head"}),
-        "bias": frozenset({"head"}),
-        "q.lora_A.weight": frozenset({"query", "lora"}),
-    }
-
-    def __init__(self) -> None:
-        self.initial = {name: torch.zeros(2) for name in self.tags}
-
-
-def test_lora_trains_the_head_when_asked_unless_it_is_the_embedding() -> None:
-    for head, wanted in ((True, {"q.lora_A.weight", "bias"}), (False, {"q.lora_A.weight"})):
-        plan = plan_for(lora(head=head).plan, ModelWithTiedHead(), RoundInfo(0, 1, "a"))
-        assert plan.train == plan.up == plan.down == wanted
+def test_lora_base_is_frozen_and_held_by_the_module() -> None:
+    base = small_vit()
+    model = lora(rank=2, head=False).extend(base, Key(0))  # type: ignore[misc]
+    assert model.all_names() == model.names("lora"), "without the head"
+    assert model.frozen_tags == base.tags
+    stored = {id(value.untyped_storage()) for value in model.module.parameters()}  # type: ignore[attr-defined]
+    held = {value.untyped_storage().data_ptr() for value in model.module.parameters()}  # type: ignore[attr-defined]
+    assert len(stored) == len(base.initial)
+    assert held == {value.untyped_storage().data_ptr() for value in base.initial.values()}, "shared, not copied"

@@ -62,7 +62,7 @@ LIBRARIES = {
     "typer": ["cli"],
     "matplotlib": ["report", "lab.figures"],
     "transformers": ["models", "data.tokenization"],
-    "peft": ["models.lora"],
+    "peft": ["models.peft_adapters"],
     "sklearn": ["data", "evaluation"],
     "rouge_score": ["evaluation.generation"],
     "datasets": ["data"],

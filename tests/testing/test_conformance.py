@@ -37,7 +37,7 @@ from partita.core.plan import Plan, RoundInfo, share, share_everything
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, Tensors
 from partita.core.update import Aggregate, Update
-from partita.methods import COMPOSITIONS, INDEX, build
+from partita.methods import COMPOSITIONS, INDEX, NEEDS_FACTORS, build
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedprox import fedprox
 from partita.testing.conformance import ConformanceError, ConformanceReport, check_method
@@ -50,6 +50,8 @@ def check_on_small_federation(
     """Check on one layer and four small clients: the same properties in a quarter of the time."""
     if method.extend:
         return check_method(method, image_fixtures.small_vit(), image_fixtures.FOUR, optimizer, tolerance)
+    if method.name in NEEDS_FACTORS:
+        return check_method(method, image_fixtures.adapted_vit(), image_fixtures.FOUR, optimizer, tolerance)
     return check_method(method, toy_model(), Clients(c0=3, c1=9, c2=12, c3=6), optimizer, tolerance)
 
 

@@ -153,12 +153,14 @@ def options(
     from partita.experiment.reference import about, find_headings, keys_under
 
     found = [""] if table is None else find_headings(table)
-    tables = {heading.replace(" ", "."): (about(heading), keys_under(heading)) for heading in found}
+    tables = {heading: (about(heading), keys_under(heading)) for heading in found}
     if as_json:
-        print(json.dumps({name: [key.to_json() for key in keys] for name, (_, keys) in tables.items()}, indent=1))
+        dotted = {heading.replace(" ", "."): keys for heading, (_, keys) in tables.items()}
+        print(json.dumps({name: [key.to_json() for key in keys] for name, keys in dotted.items()}, indent=1))
         return
-    for name, (what, keys) in tables.items():
-        print(f"[{name.replace('.', '] name = ', 1)}" + ("" if "." in name else "]") if name else "top level")
+    for heading, (what, keys) in tables.items():
+        name, _, which = heading.partition(" ")
+        print((f"[{name}]" + (f" name = {which}" if which else "")) if name else "top level")
         if what:
             print(what)
         for key in keys:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from partita.core.tensors import Names, Tensors
 ATTENTION = "attention"  # the note that holds, by layer, a client's attention scores (head,) for the selected tokens
 # Tags of the two towers of a vision-language model, and of the two stacks of a sequence-to-sequence model.
 TOWERS = frozenset({"vision", "text", "encoder", "decoder"})
+ADAPTERS = frozenset({"lora", "lokr", "hra", "miss", "ia3"})  # tags of an adapter's parameters, by its kind
 
 
 class TagError(ValueError):
@@ -45,11 +47,13 @@ class Model:
             be stored inside the model instead.
         tags: For each name in `initial`, its tags. They say what the parameter is for ("query", "key", "value",
             "output", "mlp", "norm", "embedding", "head") and in which layer it is ("layer.3" is the fourth layer).
+        frozen_tags: The tags of the parameters that are always frozen, by name.
     """
 
     name: str
     initial: Tensors
     tags: Mapping[str, Names]
+    frozen_tags: Mapping[str, Names] = MappingProxyType({})
 
     def uses_dropout(self) -> bool:
         """Return whether the model has dropout, which draws from the input `EXAMPLE_SEEDS` in training.
@@ -107,8 +111,26 @@ class Model:
         """
         return ""
 
+    def adapted(self, kind: str, key: Key, **options: Any) -> Model:
+        """Return this model with an adapter. Everything else is frozen, except a task's head if the options say so.
+
+        The adapter's parameters have the tags of their weight, the kind, and the name of the factor: "lora" and
+        "lora_A" or "lora_B".
+
+        Args:
+            kind: The kind of adapter, such as "lora".
+            key: The random key for its initial values.
+            **options: The other options of `[model.adapter]`.
+
+        Raises:
+            TagError: If the model does not support adapters.
+        """
+        raise TagError(
+            f"{self.name} cannot get an adapter; use a Hugging Face model, model.name = 'pretrained' or 'vit'"
+        )
+
     def low_rank(self, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> Model:
-        """Return this model with low-rank factors, tagged "lora", for the weights with the given role tags.
+        """Return this model with low-rank factors beside the weights with the given role tags, and nothing frozen.
 
         Args:
             rank: The rank of the factors.
@@ -227,6 +249,11 @@ class Model:
         known = sorted(set().union(*self.tags.values()))
         for tag in wanted:
             if tag not in known:
+                if any(tag in tags for tags in self.frozen_tags.values()):
+                    raise TagError(
+                        f"all parameters of {self.name} that are tagged '{tag}' are frozen for the whole run "
+                        f"(model.frozen or [model.adapter]); choose among what trains: {', '.join(known)}"
+                    )
                 near = difflib.get_close_matches(tag, known)
                 hint = f" Did you mean '{near[0]}'?" if near else ""
                 if unknown := [name for name, tags in self.tags.items() if "other" in tags]:
@@ -270,6 +297,7 @@ def input_side_names(model: Model) -> Names:
 def role_tag(tags: Names) -> str:
     """Return what a parameter is for, independent of its layer and tower; "" if no tag says.
 
-    Low-rank factors have a role of their own.
+    An adapter's parameters have a role of their own, its kind.
     """
-    return next((tag for tag in sorted(tags - TOWERS) if not tag.startswith("layer.")), "")
+    own = sorted(tags & ADAPTERS) or sorted(tags - TOWERS)
+    return next((tag for tag in own if not tag.startswith("layer.")), "")

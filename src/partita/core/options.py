@@ -213,7 +213,8 @@ def describe(hint: Any) -> str:
     if origin in (tuple, list):
         return f"a list, each {describe(get_args(hint)[0])}"
     if origin in (dict, Mapping):
-        return f"a table, each {describe(get_args(hint)[1])}"
+        each = get_args(hint)[1]
+        return "a table" if each is Any else f"a table, each {describe(each)}"
     if hint is Any:
         return "a value that TOML can hold, of 64 bits if it is a number and of one line if it is a text"
     if hint is str:

@@ -116,6 +116,12 @@ class PersonalCopyModel(Model):
             "'lora+ditto'"
         )
 
+    def adapted(self, kind: str, key: Key, **options: Any) -> Model:
+        raise TagError(
+            f"{self.name} cannot get an adapter, because it needs a copy too; name the adapter first, as in "
+            "'lora+ditto', or set [model.adapter]"
+        )
+
     def prompted(self, kind: str, key: Key, **options: Any) -> Model:
         raise TagError(
             f"{self.name} cannot get prompts, because they need copies too; name the prompts first, as in "

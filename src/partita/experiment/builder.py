@@ -42,6 +42,8 @@ from partita.experiment.config import Config, EngineConfig, FederationConfig, sh
 from partita.experiment.config_code import check_recorded
 from partita.experiment.subgroups import Groups, find_groups
 from partita.experiment.tracking import TRACKERS
+from partita.methods.client_ranks import rank_by_client
+from partita.models.adapter_options import adapter_options
 from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.secret import draw, from_file
 from partita.storage.client_store import ClientStore
@@ -91,6 +93,7 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     key, device = Key(config.seed), _configure_torch(config.engine)
     trained_method = build_method(config.method)
     method, raw_federation = _with_attackers(config, trained_method, build_data(config, trained_method, key), key)
+    method = _with_ranks(config, method, raw_federation.clients)
     raw_model = build_model(config.model, method, raw_federation.task, key)
     _check_class_loss(config, raw_federation.task)
     _check_augmentation(config, raw_federation.task)
@@ -244,6 +247,30 @@ def _check_class_loss(config: Config, task: Task) -> None:
             f"training.{given[0]} is for tasks in which a target is one class, not for a task of kind "
             f"'{task.kind.name}'; leave it out"
         )
+
+
+def _with_ranks(config: Config, method: Method, clients: Sequence[str]) -> Method:
+    """Check the options of `[model.adapter]` against the run, and give each client the rank that they say.
+
+    Raises:
+        RunError: If the options and the run contradict each other.
+    """
+    if "adapter" not in config.model:
+        return method
+    options = adapter_options(config.model["adapter"])
+    if options.dropout and not config.training.dropout:
+        raise RunError(
+            f"model.adapter.dropout is {options.dropout:g}, but training.dropout is false, so nothing would be "
+            "dropped; leave one of them out"
+        )
+    if len(options.bounds) == 1:
+        return method
+    if config.privacy is not None and config.privacy.unit == "client":
+        raise RunError(
+            "model.adapter.ranks lets clients send different parameters, but privacy.unit = 'client' hides a client "
+            "among others that send the same; leave model.adapter.ranks out"
+        )
+    return rank_by_client(method, options.rank_of(clients))
 
 
 def _check_augmentation(config: Config, task: Task) -> None:

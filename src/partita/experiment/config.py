@@ -44,6 +44,8 @@ from partita.engines.attackers import AttackKind
 from partita.experiment.config_code import anchored, changed, check_recorded, code_digests, portable, references_in
 from partita.experiment.run_names import method_label, method_options, option_text
 from partita.experiment.trusted_code import check_trusted
+from partita.models.adapter_options import TABLE as ADAPTER_TABLE
+from partita.models.adapter_options import AdapterOptions, adapter_options
 from partita.privacy.guard import PrivacyConfig
 
 Processes = Annotated[int, Range(low=1, high=1024)]
@@ -366,12 +368,15 @@ _NAMED: dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]] = {
 _SHARED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "data": (data.load, ("name", "key", "options")),
     "split": (data.split, ("task", "name", "clients", "key", "options")),
+    "model": (models.build, ("name", "task", "key", "options")),
 }
 
 
 def headings() -> list[str]:
     """Return the heading of every table: "" (top level), "training", ..., "method fedprox", "data text", ..."""
-    return ["", *_TABLES, *(f"{table} {name}" for table, (_, index, _) in _NAMED.items() for name in index)]
+    named = [f"{table} {name}" for table, (_, index, _) in _NAMED.items() for name in index]
+    place = 1 + max(place for place, heading in enumerate(named) if heading.startswith("model "))
+    return ["", *_TABLES, *named[:place], ADAPTER_TABLE, *named[place:]]
 
 
 def options_under(heading: str) -> dict[str, Option]:
@@ -383,6 +388,8 @@ def options_under(heading: str) -> dict[str, Option]:
     table, _, name = heading.partition(" ")
     if not table:
         return options_of(Config, given=[*_TABLES, *_NAMED, CODE])
+    if table == ADAPTER_TABLE:
+        return options_of(AdapterOptions)
     if table in _TABLES:
         return options_of(_TABLES[table])
     _, index, given = _NAMED[table]
@@ -402,6 +409,11 @@ def settings_by_key(config: Config) -> dict[str, str]:
     for key, value in portable(plain).items():
         if isinstance(value, Mapping):
             known = _options_in(key, plain[key])
+            if key == "model" and "adapter" in value:
+                known, value = dict(known), dict(value)
+                for name, item in value.pop("adapter").items():
+                    value[f"adapter.{name}"] = item
+                known |= {f"adapter.{name}": option for name, option in options_under(ADAPTER_TABLE).items()}
             hints = {name: known[name].hint if name in known else Any for name in value}
             texts |= {f"{key}.{name}": option_text(item, hints[name]) for name, item in value.items()}
         else:
@@ -565,6 +577,8 @@ def _filled(table: Table, where: str) -> Table:
     shared_by, others = _SHARED[where]
     common = _defaults(shared_by)
     shared = {key: options.pop(key) for key in options_of(shared_by, others) if key in options}
+    if where == "model" and "adapter" in shared:
+        shared["adapter"] = _drop_none(dataclasses.asdict(adapter_options(shared["adapter"])))
     validate_options(shared_by, shared, where, others)
     own = validate_options(function, options, where, given, name, others=options_of(shared_by, others))
     return {"name": name, **common, **_defaults(function), **shared, **own}

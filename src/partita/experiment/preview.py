@@ -21,7 +21,7 @@ from partita.engines.availability import Availability
 from partita.engines.dry_run import dry_run, null_update
 from partita.experiment.builder import Experiment, build, build_method
 from partita.experiment.config import Config, parse
-from partita.methods import NEEDS_DUAL_ENCODER
+from partita.methods import NEEDS_DUAL_ENCODER, NEEDS_FACTORS
 
 # Options with which a method that chooses from the clients' data is previewed without computing on the data.
 DATA_DEPENDENT = {"safl": {"select": "random", "noise": 0.0}}
@@ -113,7 +113,10 @@ def _preview(experiment: Experiment, round: int, client: str | None = None, by: 
 def plan_section(name: str) -> str:
     """Return the plan section of a method's card: the table of the first round and, if it differs, of the last."""
     method = {"name": name, **DATA_DEPENDENT.get(name, {})}
-    model, kind = {"name": "vit"}, "a ViT (2 layers, width 64)"
+    model: dict[str, object] = {"name": "vit"}
+    kind = "a ViT (2 layers, width 64)"
+    if name in NEEDS_FACTORS:
+        model, kind = {"name": "vit", "adapter": {"kind": "lora"}}, f"{kind} with a LoRA adapter of rank 8"
     if name in NEEDS_DUAL_ENCODER:
         model, kind = {"name": "clip", "shape": "tiny"}, "a randomly initialized CLIP (image width 32, text width 16)"
     # The plan does not depend on the optimizer.

@@ -84,8 +84,10 @@ def find_headings(wanted: str) -> list[str]:
     Raises:
         OptionError: If there is no such table or name.
     """
-    table, _, name = _split_heading(wanted)
     known = headings()
+    if (plain := wanted.strip().strip("[]")) in known and "." in plain:
+        return [plain]
+    table, _, name = _split_heading(wanted)
     if not name and table in known:
         return [table]
     tables = sorted({heading.partition(" ")[0] for heading in known} - {""})

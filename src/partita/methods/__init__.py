@@ -41,6 +41,8 @@ INDEX = {
     "quantize": "partita.compression.quantize:quantize",
     "lora": "partita.methods.lora:lora",
     "flora": "partita.methods.flora:flora",
+    "ffa-lora": "partita.methods.ffa_lora:ffa_lora",
+    "fedsa-lora": "partita.methods.fedsa_lora:fedsa_lora",
     "fedper": "partita.methods.fedper:fedper",
     "fedrep": "partita.methods.fedrep:fedrep",
     "fedbabu": "partita.methods.fedbabu:fedbabu",
@@ -63,6 +65,9 @@ INDEX = {
 
 # These methods train next to a frozen dual encoder and accept only the model "clip".
 NEEDS_DUAL_ENCODER = ("pfeddc", "promptfl", "vpfl", "coop", "fedotp", "fedpgp", "fedclip")
+
+# These methods accept only a model with low-rank factors: `[model.adapter]`, or the method "lora" before them.
+NEEDS_FACTORS = ("ffa-lora", "fedsa-lora")
 
 # Supported compositions: the conformance tests run each of them. Other compositions may work and are not rejected.
 COMPOSITIONS = (
@@ -99,6 +104,8 @@ COMPOSITIONS = (
     "fedfrozen+ditto",
     "ditto+fedadam",
     "lora+ditto",
+    "lora+ffa-lora+fedadam",
+    "lora+fedfrozen",
     "scaffold+fedala",
     "fedala+fedadam",
     "pfeddc+fedprox",

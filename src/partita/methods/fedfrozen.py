@@ -61,8 +61,15 @@ def fedfrozen(
         if warm:
             return share_everything(model, round_info)
         train = (
-            model.names("value", "head") if scope == "value" else model.all_names() - frozen_names(model, freeze, seed)
+            _names(model, "value", "head")
+            if scope == "value"
+            else model.all_names() - frozen_names(model, freeze, seed)
         )
+        if not train:
+            raise MethodError(
+                f"fedfrozen: nothing of {model.name} would train after the warm-up; add other roles to "
+                "model.adapter.roles, or freeze less"
+            )
         return share(train, down=model.all_names())
 
     if warmup != "auto":
@@ -73,7 +80,7 @@ def fedfrozen(
 
 def frozen_names(model: Model, freeze: Frozen, seed: int) -> Names:
     """Return the names of the parameters that `freeze` stands for; `seed` is for "random"."""
-    kernel = model.names("query", "key")
+    kernel = _names(model, "query", "key")
     if freeze == "kernel":
         return kernel
     if freeze != "random":
@@ -86,3 +93,9 @@ def frozen_names(model: Model, freeze: Frozen, seed: int) -> Names:
         count = sum(model.initial[name].shape == shape for name in kernel)
         chosen.update((Key(seed) / "freeze" / str(tuple(shape))).sample(candidates, count))
     return frozenset(chosen)
+
+
+def _names(model: Model, *tags: str) -> Names:
+    """Return the names with one of these tags. A model with an adapter may have some of them only."""
+    found = [tag for tag in tags if any(tag in carried for carried in model.tags.values())]
+    return model.names(*(found or tags))

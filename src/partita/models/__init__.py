@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict
+from typing import Annotated, Any
 
 from partita.core.model import Model
 from partita.core.options import validate_options
 from partita.core.registry import call, find_function
 from partita.core.rng import Key
+from partita.models.adapter_options import adapter_options
 from partita.tasks import TaskInfo
 
 INDEX = {
@@ -23,16 +25,27 @@ class ModelError(ValueError):
     """A model cannot be built, called or saved."""
 
 
-def build(name: str, task: TaskInfo, key: Key, /, **options: Any) -> Model:
+def build(
+    name: str,
+    task: TaskInfo,
+    key: Key,
+    /,
+    adapter: Annotated[
+        dict[str, Any] | None, "an adapter, which trains instead of the weights; a table, see `[model.adapter]`"
+    ] = None,
+    **options: Any,
+) -> Model:
     """Build a model for a task.
 
     Args:
         name: Name of the model: a key of `INDEX`, or the user's own function.
         task: Task that the model is built for.
         key: Key for all random draws.
+        adapter: Options of an adapter of PEFT: the table `[model.adapter]`. The rest of the model is frozen.
         **options: Options of the model.
     """
+    wanted = None if adapter is None else asdict(adapter_options(adapter))
     make = find_function(INDEX, name, "model")
-    options = validate_options(make, options, "model", given=["task", "key"], name=name)
+    options = validate_options(make, options, "model", given=["task", "key"], name=name, others=("adapter",))
     model: Model = call(make, (Model,), name, "model", task, key, **options)
-    return model
+    return model if wanted is None else model.adapted(wanted.pop("kind"), key / "adapter", **wanted)

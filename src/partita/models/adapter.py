@@ -118,9 +118,15 @@ class FunctionalModel(Model):
         return skip_layers(self, without)
 
     def low_rank(self, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> FunctionalModel:
-        from partita.models.lora import low_rank
+        from partita.models.peft_adapters import low_rank
 
         return low_rank(self, rank, alpha, roles, key)
+
+    def adapted(self, kind: str, key: Key, **options: Any) -> FunctionalModel:
+        from partita.models.adapter_options import adapter_options
+        from partita.models.peft_adapters import add_adapter
+
+        return add_adapter(self, adapter_options({"kind": kind, **options}), key)
 
     def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
         from partita.models.attention_scores import attention_to

@@ -130,8 +130,7 @@ def use_keyed_dropout(module: nn.Module) -> DropoutDraws | None:
         if isinstance(part, _OTHER_DROPOUT) and part.p > 0:
             refused.append(f"{path} ({type(part).__name__})")
         elif type(part) is nn.Dropout and part.p > 0:
-            part.__class__ = KeyedDropout
-            found = _attach(part, draws, path)
+            found = key_dropout(part, draws, path)
         elif type(part).__name__.endswith("DropPath") and getattr(part, "drop_prob", None):
             part.__class__ = KeyedDropPath
             found = _attach(part, draws, path)
@@ -149,6 +148,12 @@ def use_keyed_dropout(module: nn.Module) -> DropoutDraws | None:
                 found = _attach(part, draws, path)
     draws.refused = tuple(refused)
     return draws if found or refused else None
+
+
+def key_dropout(part: nn.Dropout, draws: DropoutDraws, path: str) -> bool:
+    """Turn a dropout layer into a KeyedDropout at this place, in place, and return True."""
+    part.__class__ = KeyedDropout
+    return _attach(part, draws, path)
 
 
 def _attach(part: nn.Module, draws: DropoutDraws, path: str) -> bool:

@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from partita.core.tensors import Tensors
+from partita.models.vmap_layers import Linear
 
 PARTS, LEAVES = ("query", "key", "value"), ("weight", "bias")
 Outputs = tuple[Tensor, Tensor, Tensor]  # which outputs of the fused projection are queries, keys and values
@@ -49,37 +50,71 @@ FUSED: dict[str, tuple[str, Callable[[Any, int], Outputs]]] = {
 }
 
 
-class _Part(nn.Module):
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+class Part(nn.Module):
+    """The parameters of the queries, the keys or the values. Not a layer: the three are computed in one matmul.
+
+    Attributes:
+        size: The number of outputs and of inputs.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, transposed: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight.clone())
         self.bias = None if bias is None else nn.Parameter(bias.clone())
+        self.size = tuple(reversed(weight.shape)) if transposed else tuple(weight.shape)
+
+
+class LinearPart(Linear):
+    """A part as a layer of its own."""
+
+
+class Conv1DPart(Conv1D):
+    """A part as a layer of its own, whose weight is (in, out)."""
 
 
 class SplitQKV(nn.Module):
-    """Replaces a fused Conv1D or nn.Linear. It computes the same in one matmul.
+    """Replaces a fused Conv1D or nn.Linear. It computes the same in one matmul, unless its parts are separated.
 
     Args:
         fused: The fused projection.
         outputs: Which of its outputs are queries, keys and values.
+
+    Attributes:
+        outputs: The number of outputs of each part.
+        order: The place of each output of the fused projection among those of the parts; None if it is the same.
     """
 
     def __init__(self, fused: Conv1D | nn.Linear, outputs: Outputs) -> None:
         super().__init__()
         self.transposed = isinstance(fused, Conv1D)  # its weight is (in, out)
         self.has_bias = fused.bias is not None
+        self.outputs = {name: len(chosen) for name, chosen in zip(PARTS, outputs, strict=True)}
         weight = fused.weight.detach()
         for name, chosen in zip(PARTS, outputs, strict=True):
             chosen = chosen.to(weight.device)
             part = weight.index_select(1 if self.transposed else 0, chosen)
             bias = fused.bias.detach().index_select(0, chosen) if self.has_bias else None
-            self.add_module(name, _Part(part, bias))
+            self.add_module(name, Part(part, bias, self.transposed))
         order = torch.cat(outputs)
         in_order = torch.equal(order, torch.arange(len(order)))
         # Not a buffer: it must not be saved, and it must exist on every device.
         self.order = None if in_order else torch.argsort(order)
+        self.separated = False
+
+    def separate(self) -> None:
+        """Make each part a layer, which is called, so that an adapter can be added to it. In place."""
+        self.separated = True
+        for part in (getattr(self, name) for name in PARTS):
+            out, into = part.size
+            if self.transposed:
+                part.__class__, part.nf, part.nx = Conv1DPart, out, into
+            else:
+                part.__class__, part.out_features, part.in_features = LinearPart, out, into
 
     def forward(self, state: Tensor) -> Tensor:  # (example, token, width)
+        if self.separated:
+            joined = torch.cat([self.get_submodule(name)(state) for name in PARTS], -1)
+            return joined if self.order is None else joined.index_select(-1, self.order.to(joined.device))
         weight, bias = self.fused("weight"), self.fused("bias") if self.has_bias else None
         if not self.transposed:
             return functional.linear(state, weight, bias)

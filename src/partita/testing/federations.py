@@ -31,13 +31,13 @@ class SmallFederation:
 def federation_for(method: Method) -> SmallFederation:
     """Return the smallest federation whose model the method accepts.
 
-    They are tried in this order: a toy Transformer, a small ViT (it supports low-rank factors), and a random CLIP (it
-    supports prompts).
+    They are tried in this order: a toy Transformer, a small ViT (it supports adapters), the same with a LoRA adapter,
+    and a random CLIP (it supports prompts).
 
     Raises:
         MethodError: If the method accepts none of the models.
     """
-    makers: tuple[Callable[[], SmallFederation], ...] = (_toy, _vit, _clip)
+    makers: tuple[Callable[[], SmallFederation], ...] = (_toy, _vit, _adapted_vit, _clip)
     reasons = []
     for make in makers:
         federation = make()
@@ -71,6 +71,12 @@ def _vit() -> SmallFederation:
     task, population = _images()
     model = vit(task, Key(1), layers=2, width=16, heads=2, mlp_ratio=1, patch=1)  # type: ignore[arg-type]
     return SmallFederation("a small ViT and six clients", model, population)
+
+
+def _adapted_vit() -> SmallFederation:
+    plain = _vit()
+    model = plain.model.adapted("lora", Key(3), rank=2)
+    return SmallFederation("a small ViT with a LoRA adapter and six clients", model, plain.population)
 
 
 def _clip() -> SmallFederation:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from partita.core import tensors
@@ -120,10 +121,10 @@ class ToyPopulation:
 
 
 class Float64Model(Model):
-    """Wraps a model, with its parameters in float64."""
+    """Wraps a model, with its parameters in float64, frozen ones too."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.name, self.tags = model, f"{model.name} in float64", model.tags
+        self.model, self.name, self.tags = _with_wide_module(model), f"{model.name} in float64", model.tags
         self.initial = {name: value.double() for name, value in model.initial.items()}
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
@@ -143,6 +144,18 @@ class Float64Model(Model):
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return self.model.losses(out, targets)
+
+
+def _with_wide_module(model: Model) -> Model:
+    """Return a copy whose frozen parameters are in float64; the model itself if it has none in a module."""
+    inner = getattr(model, "base", model)  # of a model with personal copies
+    module = getattr(inner, "module", None)
+    if not isinstance(module, nn.Module) or next(module.parameters(), None) is None:
+        return model
+    wide = deepcopy(model)
+    inside: Any = getattr(wide, "base", wide)
+    inside.module.double()
+    return wide
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,71 @@
+"""Rank by client: a client of a small rank trains, sends and receives the first pieces of the low-rank factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from partita.core.method import Method, MethodError
+from partita.core.model import Model
+from partita.core.personal_copy import copy_name
+from partita.core.plan import Phase, Plan, Planner, RoundInfo
+from partita.core.tensors import Names
+
+TAG = "rank."  # "rank.8" is the tag of the piece that ends at rank 8
+
+
+def rank_by_client(method: Method, ranks: Mapping[str, int]) -> Method:
+    """Return the method with a rank for each client. The server averages a piece over the clients that send it.
+
+    Args:
+        method: The method. Its model has an adapter with these ranks.
+        ranks: The rank of each client.
+
+    Raises:
+        MethodError: If the method adapts a client's model before its test, which would train all pieces.
+    """
+    if method.adapt is not None:
+        raise MethodError(
+            f"{method.name} trains a client's copy before its test, which has no rank by client; set "
+            "method.finetune = 0, or leave model.adapter.ranks out"
+        )
+    return replace(method, plan=RankPlan(method.plan, tuple(sorted(ranks.items()))))
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """A planner that takes the pieces beyond a client's rank out of its plan.
+
+    There the client has the initial values. B is zero in them, so they add nothing to its model.
+
+    Attributes:
+        planner: The planner of the method.
+        ranks: The rank of each client.
+    """
+
+    planner: Planner
+    ranks: tuple[tuple[str, int], ...]
+
+    def __call__(self, model: Model, round_info: RoundInfo) -> Plan:
+        rank = _table(self.ranks)[round_info.client]
+        beyond = {name for name, tags in model.tags.items() if _rank(tags) > rank}
+        beyond |= {copy for name in beyond if (copy := copy_name(name)) in model.tags}
+        return (
+            _without(self.planner(model, round_info), frozenset(beyond)) if beyond else self.planner(model, round_info)
+        )
+
+
+@lru_cache(maxsize=8)
+def _table(ranks: tuple[tuple[str, int], ...]) -> dict[str, int]:
+    return dict(ranks)
+
+
+def _rank(tags: Names) -> int:
+    return next((int(tag.removeprefix(TAG)) for tag in tags if tag.startswith(TAG)), 0)
+
+
+@lru_cache(maxsize=64)  # clients with equal plans then share one object, as in `plan.share`
+def _without(plan: Plan, names: Names) -> Plan:
+    phases = tuple(Phase(phase.names - names, phase.epochs) for phase in plan.phases if phase.names - names)
+    return Plan(phases, plan.up - names, plan.down - names, plan.keep - names)
