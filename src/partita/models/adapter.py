@@ -29,6 +29,7 @@ from partita.models.vmap_layers import use_vmap_layers
 from partita.tasks import IMAGE, TEXT, TaskKind
 from partita.tasks.losses import CLASS_LOSSES, class_losses
 
+BASE, ALL = "base", "all"  # words of `frozen`: everything but the head, and everything
 ParameterSlot = tuple[dict[str, Any], str]  # the `_parameters` dict of a submodule, and a name in it
 
 
@@ -199,7 +200,8 @@ def from_module(
     Args:
         name: Name of the model.
         module: Module to convert.
-        frozen: Names or tags of parameters that are never trained or sent.
+        frozen: Names or tags of parameters that are never trained or sent. "base" is everything but the head, "all" is
+            everything; with these two, nothing may be left to train, because an adapter can follow.
         kind: Kind of task. Default: images or texts with one class each, whichever the architecture takes.
         fixed: Inputs that are the same for every example.
         dtype: If set, the dtype of the forward pass and of frozen parameters.
@@ -226,11 +228,13 @@ def from_module(
         checkpoint_layers(module, draws)
     own = dict(module.named_parameters())
     tags = tags_of(module)
-    frozen_names = _frozen(name, tags, frozen, embedding_names(module, own))
+    frozen_names = frozen_parameters(name, module, frozen)
     param_dtype = None if dtype is None else torch.float32  # in half precision, small updates would be lost to rounding
-    initial = {
-        path: value.detach().to(param_dtype, copy=True) for path, value in own.items() if path not in frozen_names
-    }
+    initial: Tensors = {}
+    for path, value in own.items():
+        if path not in frozen_names:
+            initial[path] = value.detach().to(param_dtype, copy=True)
+            value.data = value.data.new_empty(0)  # at once, so that memory never holds all of them twice
     if dtype is not None:
         for path in frozen_names:
             own[path].data = own[path].data.to(dtype)
@@ -286,19 +290,35 @@ def _empty(parameter_slots: Mapping[str, tuple[ParameterSlot, ...]]) -> None:
             owner[leaf] = None
 
 
-def _frozen(model: str, tags: Mapping[str, Names], wanted: Iterable[str], embeddings: Names) -> Names:
-    """Return the names of the parameters to freeze. "embedding" stands for everything before the first layer."""
+def frozen_parameters(model: str, module: PreTrainedModel, wanted: Iterable[str]) -> Names:
+    """Return the names of the parameters to freeze. "embedding" stands for everything before the first layer.
+
+    Args:
+        model: Name of the model, for messages.
+        module: The module, with split projections. It may be on the meta device.
+        wanted: As `frozen` in `from_module`.
+
+    Raises:
+        ModelError: If a word matches no parameter, or nothing is left to train.
+    """
+    tags, words = tags_of(module), tuple(wanted)
+    groups = {
+        "embedding": embedding_names(module, tags),
+        # A head that is tied to the embeddings is a part of the base.
+        BASE: frozenset(name for name, carried in tags.items() if "head" not in carried or "embedding" in carried),
+        ALL: frozenset(tags),
+    }
     frozen_names: set[str] = set()
-    for word in wanted:
+    for word in words:
         matched = {name for name, carried in tags.items() if word == name or word in carried}
-        matched |= embeddings if word == "embedding" else set()
+        matched |= groups.get(word, frozenset())
         if not matched:
-            known = frozenset[str]().union(*tags.values())
+            known = frozenset[str]().union(*tags.values(), (BASE, ALL))
             raise ModelError(
                 f"frozen: no parameter of {model} is named or tagged '{word}'; {closest_match(word, known)}"
             )
         frozen_names |= matched
-    if frozen_names >= tags.keys():
+    if frozen_names >= tags.keys() and not {BASE, ALL} & {*words}:
         raise ModelError(f"frozen: no parameter of {model} is left to train; freeze fewer tags")
     return frozenset(frozen_names)
 
