@@ -153,6 +153,15 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return state.hexdigest()
 
 
+def sha256(tensors: Mapping[str, Tensor]) -> str:
+    """Return a SHA-256 of names, types, shapes and bits. Tensors are read one by one and not copied."""
+    state = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        state.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
+        state.update(_bits(value.cpu()).numpy().data)
+    return state.hexdigest()
+
+
 class Mean:
     """A running weighted mean by name.
 

@@ -108,6 +108,12 @@ class FunctionalModel(Model):
         self.initial.update(tensors.to(self.initial, device))
         self.fixed.update(tensors.to(self.fixed, device))
 
+    def frozen_weights(self) -> Tensors:
+        """Return the frozen parameters with the buffers that a checkpoint holds, by their names without adapters."""
+        if not self.frozen_tags:
+            return {}
+        return {name.replace(".base_layer.", "."): value for name, value in self.module.state_dict().items()}
+
     def why_one_by_one(self, inputs: Tensors) -> str:
         from partita.models.lifting import why_one_by_one
 
@@ -238,9 +244,9 @@ def from_module(
     if dtype is not None:
         for path in frozen_names:
             own[path].data = own[path].data.to(dtype)
-        for path, value in module.named_buffers():
+        for path, buffer in module.named_buffers():
             if path.endswith(("running_mean", "running_var")):  # batch norms need all their values in one dtype
-                value.data = value.data.to(dtype)
+                buffer.data = buffer.data.to(dtype)
     parameter_slots = _parameter_slots(module, initial.keys())
     _empty(parameter_slots)
     return FunctionalModel(
