@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from base_fixtures import KEY, frozen_weights, load, save_llama
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from partita.core import memory, tensors
 from partita.core.memory import SizeError
-from partita.core.rng import Key
 from partita.models import ModelError
-from partita.models.adapter import FunctionalModel
-from partita.models.pretrained import pretrained, seeded
-from partita.models.without_weights import AnyTask
-from partita.tasks import LM, TEXT, TaskKind
-
-KEY = Key(5)
-LLAMA = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4} | {
-    "num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 16
-}  # fmt: skip
-WORDS = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 8]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
-
-
-def save_llama(folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> str:
-    with seeded(KEY):
-        LlamaForCausalLM(LlamaConfig(**{**LLAMA, **more})).to(dtype).save_pretrained(folder)
-    return str(folder)
-
-
-def load(path: str, kind: TaskKind = LM, **options: Any) -> FunctionalModel:
-    return pretrained(AnyTask(kind, max_tokens=3), KEY, path=path, **options)
-
-
-def frozen_weights(model: FunctionalModel) -> tensors.Tensors:
-    held = dict(model.module.named_parameters())
-    return {name: held[name].data for name in model.frozen_tags}
+from partita.models.pretrained import seeded
+from partita.tasks import TEXT
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
@@ -103,7 +79,7 @@ def test_model_too_large_is_refused_by_what_it_would_hold(tmp_path: Path) -> Non
     path = save_llama(tmp_path)
     size = sum(value.numel() for value in load(path).initial.values())
     with patch.object(memory, "available", lambda: 3 * size):
-        with pytest.raises(SizeError, match=r"in float32 would take .*; model.dtype = 'bfloat16' halves what is in"):
+        with pytest.raises(SizeError, match=r"in float32 would take .*; model.dtype = 'bfloat16' halves a frozen"):
             load(path, frozen=("all",))
         load(path, frozen=("all",), dtype="bfloat16")
     with (

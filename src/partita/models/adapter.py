@@ -25,6 +25,7 @@ from partita.models import ModelError, attention, split_qkv
 from partita.models.activation_checkpointing import checkpoint_layers
 from partita.models.architectures import architecture, forward_of, is_known, tags_of
 from partita.models.dropout import DropoutDraws, use_keyed_dropout
+from partita.models.quantization import Mode, dequantized, quantizable, quantize_frozen, warn_of_trained
 from partita.models.vmap_layers import use_vmap_layers
 from partita.tasks import IMAGE, TEXT, TaskKind
 from partita.tasks.losses import CLASS_LOSSES, class_losses
@@ -157,7 +158,8 @@ class FunctionalModel(Model):
     def save_pretrained(self, params: Tensors, folder: str | Path) -> None:
         """Write a plain transformers folder, which loads without partita: the model and its tokenizer or processor."""
         with self._installed(params), without_logs():
-            self.module.save_pretrained(folder, state_dict=split_qkv.join(self.module, self.module.state_dict()))
+            state = dequantized(self.module, self.module.state_dict(), self.dtype or torch.float32)
+            self.module.save_pretrained(folder, state_dict=split_qkv.join(self.module, state))
         if self.dtype is not None:  # transformers records the first parameter's dtype, but there are two dtypes
             self.module.config.dtype = self.dtype
             self.module.config.save_pretrained(folder)
@@ -196,6 +198,7 @@ def from_module(
     kind: TaskKind | None = None,
     fixed: Tensors | None = None,
     dtype: torch.dtype | None = None,
+    quantize: Mode | None = None,
     checkpointing: bool = False,
     processor: Any = None,
 ) -> FunctionalModel:
@@ -211,6 +214,7 @@ def from_module(
         kind: Kind of task. Default: images or texts with one class each, whichever the architecture takes.
         fixed: Inputs that are the same for every example.
         dtype: If set, the dtype of the forward pass and of frozen parameters.
+        quantize: If set, the format of frozen linear weights.
         checkpointing: Whether to recompute activations in the backward pass.
         processor: Tokenizer or image processor, saved with the model.
 
@@ -235,6 +239,7 @@ def from_module(
     own = dict(module.named_parameters())
     tags = tags_of(module)
     frozen_names = frozen_parameters(name, module, frozen)
+    quantized = frozenset[str]() if quantize is None else quantizable(name, module, frozen_names)
     param_dtype = None if dtype is None else torch.float32  # in half precision, small updates would be lost to rounding
     initial: Tensors = {}
     for path, value in own.items():
@@ -247,6 +252,11 @@ def from_module(
         for path, buffer in module.named_buffers():
             if path.endswith(("running_mean", "running_var")):  # batch norms need all their values in one dtype
                 buffer.data = buffer.data.to(dtype)
+    if quantize is not None:
+        warn_of_trained(module, frozen_names)
+        quantize_frozen(module, quantize, quantized)
+        for path in frozen_names - quantized:
+            own[path].data = own[path].data.clone()  # a view of a file would keep the pages of all weights in memory
     parameter_slots = _parameter_slots(module, initial.keys())
     _empty(parameter_slots)
     return FunctionalModel(

@@ -116,10 +116,11 @@ def low_rank(adapted: FunctionalModel, rank: int, alpha: float, roles: tuple[str
     weights = {**dict(adapted.module.named_parameters()), **adapted.initial}  # the module holds the frozen parameters
     every_tag = {**adapted.frozen_tags, **adapted.tags}
     sites = _sites(adapted, every_tag, roles)
+    layers: dict[str, Any] = dict(adapted.module.named_modules())
     initial, tags = dict(adapted.initial), dict(adapted.tags)
     for site in sites:
-        weight = weights[f"{site}.weight"]
-        out, into = weight.shape
+        weight, layer = weights[f"{site}.weight"], layers[site]
+        out, into = layer.out_features, layer.in_features  # a quantized weight has another shape
         if not 1 <= rank <= min(out, into):
             raise ModelError(f"rank is {rank}, but '{site}' is {out} x {into}; use a rank from 1 to {min(out, into)}")
         A, B = (f"{site}.{factor}.weight" for factor in FACTORS)

@@ -28,6 +28,7 @@ from partita.core.tensors import Names, Tensors
 from partita.models import ModelError, split_qkv
 from partita.models.adapter import FunctionalModel, from_module, frozen_parameters, without_logs
 from partita.models.architectures import forward_of, head_names
+from partita.models.quantization import Mode, quantizable, stored_bytes
 from partita.tasks import KINDS, TaskInfo
 
 POSITIONS_AFTER_PADDING = ("camembert", "roberta", "xlm-roberta")  # positions start after the padding token's number
@@ -50,6 +51,7 @@ def pretrained(
         tuple[str, ...], "tags or names of parameters that are never trained or sent; `base` is all but the head"
     ] = (),
     dtype: Annotated[Literal["float32", "bfloat16"], "dtype of the forward pass and of frozen weights"] = "float32",
+    quantize: Annotated[Literal["8bit", "4bit"] | None, "store frozen linear weights in 8 or 4 bits"] = None,
     checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False,
 ) -> FunctionalModel:
     """A pretrained model from a folder or the Hub. Its head is kept if it has as many outputs as the task.
@@ -80,7 +82,7 @@ def pretrained(
         raise ModelError("fresh_head = true, but this model has no head to initialize; remove fresh_head")
     has_head = prompt is None and kind.outputs != "vocabulary"
     half = None if dtype == "float32" else torch.bfloat16
-    module = load_module(path, config, auto_class, key, has_head, fresh_head, frozen, half)
+    module = load_module(path, config, auto_class, key, has_head, fresh_head, frozen, half, quantize)
     return from_module(
         config.model_type,
         module,
@@ -88,6 +90,7 @@ def pretrained(
         kind=kind,
         fixed=None if prompt is None else _texts(path, prompt, task),
         dtype=half,
+        quantize=quantize,
         checkpointing=checkpointing,
         processor=processor_of(task),
     )
@@ -258,6 +261,7 @@ def load_module(
     fresh_head: bool,
     frozen: Iterable[str] = (),
     dtype: torch.dtype | None = None,
+    quantize: Mode | None = None,
 ) -> PreTrainedModel:
     """Load a pretrained module in float32, and what is frozen in its own dtype.
 
@@ -272,6 +276,7 @@ def load_module(
         fresh_head: Whether to initialize the head even if the checkpoint has one that fits.
         frozen: Names or tags of parameters that are never trained.
         dtype: The dtype of frozen parameters. Default: float32.
+        quantize: The format to which frozen linear weights will be quantized, which counts in the check of memory.
 
     Raises:
         ModelError: If the weights cannot be loaded or do not match the module outside the head.
@@ -281,7 +286,7 @@ def load_module(
         shapes = _without_values(config, kind)
     frozen = tuple(frozen)
     fixed = frozen_parameters(config.model_type, shapes, frozen) if frozen else frozenset[str]()
-    _check_size(path, shapes, fixed, dtype)
+    _check_size(path, shapes, fixed, dtype, quantize)
     trained = {split_qkv.fused_name(shapes, name) for name, _ in shapes.named_parameters() if name not in fixed}
     frozen_dtypes = {} if dtype is None else dict.fromkeys(_unsplit(shapes, fixed) - trained, dtype)
     with without_logs(), seeded(key), _loading_in(frozen_dtypes, type(shapes)):
@@ -344,17 +349,36 @@ def _without_values(config: Any, kind: Any) -> PreTrainedModel:
     return module
 
 
-def _check_size(path: str, shapes: PreTrainedModel, fixed: Names, dtype: torch.dtype | None) -> None:
+def _check_size(
+    path: str, shapes: PreTrainedModel, fixed: Names, dtype: torch.dtype | None, quantize: Mode | None
+) -> None:
     """Check the memory before loading."""
-    sizes = {name: value.numel() for name, value in shapes.named_parameters()}
-    frozen_size = (dtype or torch.float32).itemsize * sum(sizes[name] for name in fixed)
-    held = f"its frozen weights in {str(dtype).removeprefix('torch.')}" if fixed and dtype else "float32"
-    memory.require(
-        frozen_size + torch.float32.itemsize * sum(size for name, size in sizes.items() if name not in fixed),
-        f"the model of '{path}' in float32" if held == "float32" else f"the model of '{path}' with {held}",
-        "choose a smaller model, or a machine with more memory"
-        + ("" if dtype else "; model.dtype = 'bfloat16' halves what is in model.frozen"),
-    )
+    remedy = "choose a smaller model, or a machine with more memory"
+    held = " and ".join(word for word in (str(dtype or "").removeprefix("torch."), quantize) if word)
+    if fixed and held:
+        what = f"the model of '{path}' with its frozen weights in {held}"
+    else:
+        what, remedy = f"the model of '{path}' in float32", f"{remedy}; model.dtype = 'bfloat16' halves a frozen base"
+    memory.require(model_bytes(shapes, fixed, dtype, quantize), what, remedy)
+
+
+def model_bytes(shapes: PreTrainedModel, fixed: Names, dtype: torch.dtype | None, quantize: Mode | None) -> int:
+    """Return how many bytes the parameters of a model take: frozen ones as they are stored, others in float32.
+
+    Args:
+        shapes: The module, which may be on the meta device.
+        fixed: The names of the frozen parameters.
+        dtype: The dtype of frozen parameters. Default: float32.
+        quantize: The format of frozen linear weights.
+    """
+    codes = quantizable(str(shapes.config.model_type), shapes, fixed) if quantize else frozenset[str]()
+    total = 0
+    for name, value in shapes.named_parameters():
+        if quantize and name in codes:
+            total += stored_bytes(quantize, *value.shape)
+        else:
+            total += value.numel() * (dtype if dtype and name in fixed else torch.float32).itemsize
+    return total
 
 
 def _unsplit(shapes: PreTrainedModel, names: Iterable[str]) -> set[str]:
