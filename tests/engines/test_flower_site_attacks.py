@@ -61,7 +61,7 @@ def honest_order(run: Run, round: int = 0, change: Callable[[Job], Job] = lambda
     """An honest server's first message, with changes; `more` are entries of the job's record."""
     model = toy_model()
     job, _ = make_job(run, model, initial_server(run, model), round, "c1")
-    about = {"session": "1", "config": "", "void": 0, "settled": 0} | more
+    about = {"session": "1", "config": "", "base": "", "void": 0, "settled": 0} | more
     job = change(job)
     return messages.encode_job(job, Fingerprints()(job.params), **about)  # type: ignore[arg-type]
 
@@ -96,6 +96,8 @@ ORDERS: dict[str, tuple[str, dict[str, Any], str]] = {  # kind -> (method, chang
     "no session": ("fedavg", {"session": ""}, "was sent an invalid session"),
     "another config": ("fedavg", {"config": "beef"}, "has the digest 'beef', but the site's has ''; run the same app"),
     "a config of 1 MB": ("fedavg", {"config": LONG}, "has the digest 'xxx"),
+    "another base": ("fedavg", {"base": "beef" * 9}, "have the digest 'none' at the site and 'beefbeefbeef' at"),
+    "an odd base": ("fedavg", {"base": ODD}, "have the digest 'none' at the site and '"),
     "another client": ("fedavg", {"change": lambda job: replace(job, client="c0")}, "this site is 'c1'"),
     "a kept parameter": ("fedper", {"change": sent(head__weight=HEAD)}, "'head.weight', which the plan of round 0"),
     "a parameter of its own": ("fedavg", {"change": sent(mine=HEAD)}, "and here it does not exist"),

@@ -103,6 +103,13 @@ class Model:
     def to(self, device: torch.device) -> None:
         """Move the initial parameters, and any frozen parameters inside the model, to a device in place."""
 
+    def frozen_weights(self) -> Tensors:
+        """Return what is always frozen and stored inside the model, by name; empty if there is nothing.
+
+        A run records its SHA-256, and refuses to continue with other values.
+        """
+        return {}
+
     def why_one_by_one(self, inputs: Tensors) -> str:
         """Return why clients cannot train together in a block; "" if they can, as far as the model knows.
 

@@ -73,6 +73,9 @@ class PersonalCopyModel(Model):
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return self.base(self.shared(params), inputs)
 
+    def frozen_weights(self) -> Tensors:
+        return self.base.frozen_weights()
+
     def why_one_by_one(self, inputs: Tensors) -> str:
         return self.base.why_one_by_one(inputs)
 

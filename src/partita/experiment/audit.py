@@ -17,6 +17,7 @@ from partita.core.rounds import initial_server, make_job, rounds
 from partita.core.update import Update
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder
+from partita.experiment.base_digest import check_base
 from partita.experiment.builder import Experiment, build
 from partita.experiment.config import load_recorded
 from partita.privacy.canaries import (
@@ -63,6 +64,7 @@ def audit(folder: Path, canaries: int = 0, shadows: int = 0, trust_code: bool = 
         raise PrivacyError("--shadows needs canaries; set their number with --canaries")
     identity = run_folder.verify(folder)
     experiment = build(load_recorded(folder, trust_code))
+    check_base(experiment, folder)
     guard, task = experiment.guard, experiment.federation.task
     if shadows and task.kind.outputs == "numbers":
         raise PrivacyError(

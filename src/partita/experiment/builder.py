@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from partita import data, methods, models
+from partita.core import tensors
 from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.own_code import digests
@@ -75,6 +76,12 @@ class Experiment:
         """The values of the initial server, which checkpoints leave out as long as they do not change."""
         return InitialValues(initial_server(self.run, self.model))
 
+    @cached_property
+    def base_digest(self) -> str:
+        """The SHA-256 of the weights that are frozen for good; "" if there are none."""
+        weights = self.model.frozen_weights()
+        return tensors.sha256(weights) if weights else ""
+
 
 def build(config: Config, secret: Key | None = None) -> Experiment:
     """Build and check all parts of an experiment: method, data, model, run, and how the engine steps.
@@ -95,6 +102,10 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     method, raw_federation = _with_attackers(config, trained_method, build_data(config, trained_method, key), key)
     method = _with_ranks(config, method, raw_federation.clients)
     raw_model = build_model(config.model, method, raw_federation.task, key)
+    if config.model.get("frozen") and not raw_model.initial:
+        raise RunError(
+            "model.frozen leaves no parameter to train; freeze fewer tags, or train an adapter: method.name = 'lora'"
+        )
     _check_class_loss(config, raw_federation.task)
     _check_augmentation(config, raw_federation.task)
     if config.training.loss_average == "tokens" and raw_federation.task.kind.head not in ("tokens", "lm"):

@@ -187,6 +187,7 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
             device=experiment.device,
             patience=float(settings.get("patience", math.inf)),
             config=shared_digest(config),
+            base=experiment.base_digest,
             evaluator=experiment.evaluator,
         )
         yield from run_rounds(experiment, folder, engine, engine.store, server, done)
@@ -232,6 +233,7 @@ def _site(context: Context, config: Path) -> Site:
         experiment.device,
         experiment.evaluator,
         shared_digest(shared),
+        experiment.base_digest,
         _answered(Path(str(place)), experiment.run.secret, name),
     )
 

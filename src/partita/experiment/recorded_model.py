@@ -10,6 +10,7 @@ from partita.core.rounds import initial_server, make_job
 from partita.core.settings import RunError
 from partita.core.tensors import Tensors
 from partita.experiment import run_folder
+from partita.experiment.base_digest import check_base
 from partita.experiment.builder import build
 from partita.experiment.config import load_recorded
 from partita.storage import checkpoint
@@ -29,6 +30,7 @@ def load_model(folder: Path, client: str | None = None, trust_code: bool = False
     """
     identity = run_folder.verify(folder)
     experiment = build(load_recorded(folder, trust_code))
+    check_base(experiment, folder)
     run, model = experiment.run, experiment.model
     first = initial_server(run, model)
     saved = checkpoint.newest(

@@ -23,6 +23,7 @@ from partita.engines.multiprocess import MultiprocessEngine
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation.own_metrics import OwnMetrics
 from partita.experiment import extension, run_folder
+from partita.experiment.base_digest import BASE_DIGEST, check_base
 from partita.experiment.builder import Experiment, build, build_engine, makes_secret
 from partita.experiment.config import Config, differences, load_recorded
 from partita.experiment.config_code import code_copies
@@ -165,6 +166,8 @@ def prepare(experiment: Experiment, folder: Path) -> None:
     notes = "; ".join(experiment.federation.task.notes) or IN_MEMORY
     notes = "withheld" if experiment.guard and notes != IN_MEMORY else notes  # notes may count what clients hold
     chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly", "data": notes}
+    if experiment.base_digest:
+        chosen[BASE_DIGEST] = experiment.base_digest
     if experiment.one_by_one:
         chosen["one_by_one"] = experiment.one_by_one
     run_folder.write_json(folder / run_folder.ENVIRONMENT, run_folder.environment(experiment.device, **chosen))
@@ -236,6 +239,7 @@ def restore_all(experiment: Experiment, folder: Path) -> checkpoint.Checkpoint:
     identity = run_folder.verify(folder)
     if identity is None:
         prepare(experiment, folder)
+    check_base(experiment, folder)
     first = initial_server(experiment.run, experiment.model)
     saved = checkpoint.newest(
         folder / run_folder.CHECKPOINTS, identity, first, experiment.device, experiment.initial_values

@@ -25,10 +25,12 @@ from partita.models import ModelError, attention, split_qkv
 from partita.models.activation_checkpointing import checkpoint_layers
 from partita.models.architectures import architecture, forward_of, is_known, tags_of
 from partita.models.dropout import DropoutDraws, use_keyed_dropout
+from partita.models.quantization import Mode, dequantized, quantizable, quantize_frozen, warn_of_trained
 from partita.models.vmap_layers import use_vmap_layers
 from partita.tasks import IMAGE, TEXT, TaskKind
 from partita.tasks.losses import CLASS_LOSSES, class_losses
 
+BASE, ALL = "base", "all"  # words of `frozen`: everything but the head, and everything
 ParameterSlot = tuple[dict[str, Any], str]  # the `_parameters` dict of a submodule, and a name in it
 
 
@@ -107,6 +109,12 @@ class FunctionalModel(Model):
         self.initial.update(tensors.to(self.initial, device))
         self.fixed.update(tensors.to(self.fixed, device))
 
+    def frozen_weights(self) -> Tensors:
+        """Return the frozen parameters with the buffers that a checkpoint holds, by their names without adapters."""
+        if not self.frozen_tags:
+            return {}
+        return {name.replace(".base_layer.", "."): value for name, value in self.module.state_dict().items()}
+
     def why_one_by_one(self, inputs: Tensors) -> str:
         from partita.models.lifting import why_one_by_one
 
@@ -156,7 +164,8 @@ class FunctionalModel(Model):
     def save_pretrained(self, params: Tensors, folder: str | Path) -> None:
         """Write a plain transformers folder, which loads without partita: the model and its tokenizer or processor."""
         with self._installed(params), without_logs():
-            self.module.save_pretrained(folder, state_dict=split_qkv.join(self.module, self.module.state_dict()))
+            state = dequantized(self.module, self.module.state_dict(), self.dtype or torch.float32)
+            self.module.save_pretrained(folder, state_dict=split_qkv.join(self.module, state))
         if self.dtype is not None:  # transformers records the first parameter's dtype, but there are two dtypes
             self.module.config.dtype = self.dtype
             self.module.config.save_pretrained(folder)
@@ -195,6 +204,7 @@ def from_module(
     kind: TaskKind | None = None,
     fixed: Tensors | None = None,
     dtype: torch.dtype | None = None,
+    quantize: Mode | None = None,
     checkpointing: bool = False,
     processor: Any = None,
 ) -> FunctionalModel:
@@ -205,10 +215,12 @@ def from_module(
     Args:
         name: Name of the model.
         module: Module to convert.
-        frozen: Names or tags of parameters that are never trained or sent.
+        frozen: Names or tags of parameters that are never trained or sent. "base" is everything but the head, "all" is
+            everything; with these two, nothing may be left to train, because an adapter can follow.
         kind: Kind of task. Default: images or texts with one class each, whichever the architecture takes.
         fixed: Inputs that are the same for every example.
         dtype: If set, the dtype of the forward pass and of frozen parameters.
+        quantize: If set, the format of frozen linear weights.
         checkpointing: Whether to recompute activations in the backward pass.
         processor: Tokenizer or image processor, saved with the model.
 
@@ -232,17 +244,25 @@ def from_module(
         checkpoint_layers(module, draws)
     own = dict(module.named_parameters())
     tags = tags_of(module)
-    frozen_names = _frozen(name, tags, frozen, embedding_names(module, own))
+    frozen_names = frozen_parameters(name, module, frozen)
+    quantized = frozenset[str]() if quantize is None else quantizable(name, module, frozen_names)
     param_dtype = None if dtype is None else torch.float32  # in half precision, small updates would be lost to rounding
-    initial = {
-        path: value.detach().to(param_dtype, copy=True) for path, value in own.items() if path not in frozen_names
-    }
+    initial: Tensors = {}
+    for path, value in own.items():
+        if path not in frozen_names:
+            initial[path] = value.detach().to(param_dtype, copy=True)
+            value.data = value.data.new_empty(0)  # at once, so that memory never holds all of them twice
     if dtype is not None:
         for path in frozen_names:
             own[path].data = own[path].data.to(dtype)
-        for path, value in module.named_buffers():
+        for path, buffer in module.named_buffers():
             if path.endswith(("running_mean", "running_var")):  # batch norms need all their values in one dtype
-                value.data = value.data.to(dtype)
+                buffer.data = buffer.data.to(dtype)
+    if quantize is not None:
+        warn_of_trained(module, frozen_names)
+        quantize_frozen(module, quantize, quantized)
+        for path in frozen_names - quantized:
+            own[path].data = own[path].data.clone()  # a view of a file would keep the pages of all weights in memory
     parameter_slots = _parameter_slots(module, initial.keys())
     _empty(parameter_slots)
     return FunctionalModel(
@@ -292,19 +312,35 @@ def _empty(parameter_slots: Mapping[str, tuple[ParameterSlot, ...]]) -> None:
             owner[leaf] = None
 
 
-def _frozen(model: str, tags: Mapping[str, Names], wanted: Iterable[str], embeddings: Names) -> Names:
-    """Return the names of the parameters to freeze. "embedding" stands for everything before the first layer."""
+def frozen_parameters(model: str, module: PreTrainedModel, wanted: Iterable[str]) -> Names:
+    """Return the names of the parameters to freeze. "embedding" stands for everything before the first layer.
+
+    Args:
+        model: Name of the model, for messages.
+        module: The module, with split projections. It may be on the meta device.
+        wanted: As `frozen` in `from_module`.
+
+    Raises:
+        ModelError: If a word matches no parameter, or nothing is left to train.
+    """
+    tags, words = tags_of(module), tuple(wanted)
+    groups = {
+        "embedding": embedding_names(module, tags),
+        # A head that is tied to the embeddings is a part of the base.
+        BASE: frozenset(name for name, carried in tags.items() if "head" not in carried or "embedding" in carried),
+        ALL: frozenset(tags),
+    }
     frozen_names: set[str] = set()
-    for word in wanted:
+    for word in words:
         matched = {name for name, carried in tags.items() if word == name or word in carried}
-        matched |= embeddings if word == "embedding" else set()
+        matched |= groups.get(word, frozenset())
         if not matched:
-            known = frozenset[str]().union(*tags.values())
+            known = frozenset[str]().union(*tags.values(), (BASE, ALL))
             raise ModelError(
                 f"frozen: no parameter of {model} is named or tagged '{word}'; {closest_match(word, known)}"
             )
         frozen_names |= matched
-    if frozen_names >= tags.keys():
+    if frozen_names >= tags.keys() and not {BASE, ALL} & {*words}:
         raise ModelError(f"frozen: no parameter of {model} is left to train; freeze fewer tags")
     return frozenset(frozen_names)
 

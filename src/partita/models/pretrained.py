@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,9 +25,10 @@ from partita.core import memory
 from partita.core.hub import offline_reason
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
-from partita.models import ModelError
-from partita.models.adapter import FunctionalModel, from_module, without_logs
+from partita.models import ModelError, split_qkv
+from partita.models.adapter import FunctionalModel, from_module, frozen_parameters, without_logs
 from partita.models.architectures import forward_of, head_names
+from partita.models.quantization import Mode, quantizable, stored_bytes
 from partita.tasks import KINDS, TaskInfo
 
 POSITIONS_AFTER_PADDING = ("camembert", "roberta", "xlm-roberta")  # positions start after the padding token's number
@@ -46,8 +47,11 @@ def pretrained(
     path: Annotated[str, "folder written by save_pretrained, or Hugging Face Hub id"],
     prompt: Annotated[str | None, "CLIP only: text of a class, with {} for its name; replaces the head"] = None,
     fresh_head: Annotated[bool, "initialize a new head even if the checkpoint has one that fits"] = False,
-    frozen: Annotated[tuple[str, ...], "tags or names of parameters that are never trained or sent"] = (),
+    frozen: Annotated[
+        tuple[str, ...], "tags or names of parameters that are never trained or sent; `base` is all but the head"
+    ] = (),
     dtype: Annotated[Literal["float32", "bfloat16"], "dtype of the forward pass and of frozen weights"] = "float32",
+    quantize: Annotated[Literal["8bit", "4bit"] | None, "store frozen linear weights in 8 or 4 bits"] = None,
     checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False,
 ) -> FunctionalModel:
     """A pretrained model from a folder or the Hub. Its head is kept if it has as many outputs as the task.
@@ -77,14 +81,16 @@ def pretrained(
     if fresh_head and (prompt is not None or kind.outputs == "vocabulary"):
         raise ModelError("fresh_head = true, but this model has no head to initialize; remove fresh_head")
     has_head = prompt is None and kind.outputs != "vocabulary"
-    module = load_module(path, config, auto_class, key, has_head, fresh_head)
+    half = None if dtype == "float32" else torch.bfloat16
+    module = load_module(path, config, auto_class, key, has_head, fresh_head, frozen, half, quantize)
     return from_module(
         config.model_type,
         module,
         frozen,
         kind=kind,
         fixed=None if prompt is None else _texts(path, prompt, task),
-        dtype=None if dtype == "float32" else torch.bfloat16,
+        dtype=half,
+        quantize=quantize,
         checkpointing=checkpointing,
         processor=processor_of(task),
     )
@@ -246,8 +252,20 @@ def _check_tokens(path: str, config: Any, task: TaskInfo) -> None:
         )
 
 
-def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fresh_head: bool) -> PreTrainedModel:
-    """Load a pretrained module.
+def load_module(
+    path: str,
+    config: Any,
+    kind: Any,
+    key: Key,
+    has_head: bool,
+    fresh_head: bool,
+    frozen: Iterable[str] = (),
+    dtype: torch.dtype | None = None,
+    quantize: Mode | None = None,
+) -> PreTrainedModel:
+    """Load a pretrained module in float32, and what is frozen in its own dtype.
+
+    A weight that the files hold in its dtype is not copied: it is a view of the file, which several processes share.
 
     Args:
         path: Folder or Hub id.
@@ -256,14 +274,22 @@ def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fre
         key: Key for the weights of a new head.
         has_head: Whether the module has a head, which may be missing in the checkpoint or have another shape.
         fresh_head: Whether to initialize the head even if the checkpoint has one that fits.
+        frozen: Names or tags of parameters that are never trained.
+        dtype: The dtype of frozen parameters. Default: float32.
+        quantize: The format to which frozen linear weights will be quantized, which counts in the check of memory.
 
     Raises:
         ModelError: If the weights cannot be loaded or do not match the module outside the head.
     """
     load: Callable[..., Any] = kind.from_pretrained
     with seeded(key):
-        _check_size(path, config, kind)
-    with without_logs(), seeded(key):
+        shapes = _without_values(config, kind)
+    frozen = tuple(frozen)
+    fixed = frozen_parameters(config.model_type, shapes, frozen) if frozen else frozenset[str]()
+    _check_size(path, shapes, fixed, dtype, quantize)
+    trained = {split_qkv.fused_name(shapes, name) for name, _ in shapes.named_parameters() if name not in fixed}
+    frozen_dtypes = {} if dtype is None else dict.fromkeys(_unsplit(shapes, fixed) - trained, dtype)
+    with without_logs(), seeded(key), _loading_in(frozen_dtypes, type(shapes)):
         try:
             module, report = load(
                 path,
@@ -278,6 +304,9 @@ def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fre
         except OSError as error:
             raise ModelError(f"'{path}' has no weights that can be loaded: {_first_line(error)}; {REMEDY}") from error
     own = dict(module.named_parameters())
+    if frozen_dtypes and any(own[name].dtype != torch.float32 for name in trained):
+        # The checkpoint holds a trained and a frozen parameter in one tensor, which was rounded.
+        return load_module(path, config, kind, key, has_head, fresh_head)
     head = head_names(module) if has_head else frozenset[str]()
     mismatched = {name for name, *_ in report["mismatched_keys"]}
     missing = {*report["missing_keys"]} - mismatched - _reset_statistics(module, head, {*report["missing_keys"]})
@@ -312,12 +341,71 @@ def _reset_statistics(module: PreTrainedModel, head: Names, missing: set[str]) -
     return reset
 
 
-def _check_size(path: str, config: Any, kind: Any) -> None:
-    """Check the memory before loading: a module on the meta device has shapes but no values."""
+def _without_values(config: Any, kind: Any) -> PreTrainedModel:
+    """Return the module on the meta device, where it has names and shapes but no values, with split projections."""
     with without_logs(), torch.device("meta"):
-        module = kind.from_config(config, trust_remote_code=False)
-    size = sum(parameter.numel() * torch.float32.itemsize for parameter in module.parameters())
-    memory.require(size, f"the model of '{path}' in float32", "choose a smaller model, or a machine with more memory")
+        module: PreTrainedModel = kind.from_config(config, trust_remote_code=False)
+    split_qkv.split(module)
+    return module
+
+
+def _check_size(
+    path: str, shapes: PreTrainedModel, fixed: Names, dtype: torch.dtype | None, quantize: Mode | None
+) -> None:
+    """Check the memory before loading."""
+    remedy = "choose a smaller model, or a machine with more memory"
+    held = " and ".join(word for word in (str(dtype or "").removeprefix("torch."), quantize) if word)
+    if fixed and held:
+        what = f"the model of '{path}' with its frozen weights in {held}"
+    else:
+        what, remedy = f"the model of '{path}' in float32", f"{remedy}; model.dtype = 'bfloat16' halves a frozen base"
+    memory.require(model_bytes(shapes, fixed, dtype, quantize), what, remedy)
+
+
+def model_bytes(shapes: PreTrainedModel, fixed: Names, dtype: torch.dtype | None, quantize: Mode | None) -> int:
+    """Return how many bytes the parameters of a model take: frozen ones as they are stored, others in float32.
+
+    Args:
+        shapes: The module, which may be on the meta device.
+        fixed: The names of the frozen parameters.
+        dtype: The dtype of frozen parameters. Default: float32.
+        quantize: The format of frozen linear weights.
+    """
+    codes = quantizable(str(shapes.config.model_type), shapes, fixed) if quantize else frozenset[str]()
+    total = 0
+    for name, value in shapes.named_parameters():
+        if quantize and name in codes:
+            total += stored_bytes(quantize, *value.shape)
+        else:
+            total += value.numel() * (dtype if dtype and name in fixed else torch.float32).itemsize
+    return total
+
+
+def _unsplit(shapes: PreTrainedModel, names: Iterable[str]) -> set[str]:
+    """Return the names of parameters in transformers, all of them for tied ones."""
+    values = dict(shapes.named_parameters())
+    wanted = {id(values[name]) for name in names}
+    paths = (path for path, value in shapes.named_parameters(remove_duplicate=False) if id(value) in wanted)
+    return {split_qkv.fused_name(shapes, path) for path in paths}
+
+
+@contextmanager
+def _loading_in(dtypes: Mapping[str, torch.dtype], model_class: Any) -> Iterator[None]:
+    """Let transformers load some parameters of a class of modules in other dtypes than the rest."""
+    if not dtypes:
+        yield
+        return
+    plan = {f"^{re.escape(name)}$": dtype for name, dtype in dtypes.items()}
+    inherited = "_get_dtype_plan" not in vars(model_class)
+    before = model_class._get_dtype_plan
+    model_class._get_dtype_plan = lambda module, dtype: {**before(module, dtype), **plan}
+    try:
+        yield
+    finally:
+        if inherited:
+            del model_class._get_dtype_plan
+        else:
+            model_class._get_dtype_plan = before
 
 
 def _in_body(module: PreTrainedModel, name: str) -> bool:

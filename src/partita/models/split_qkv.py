@@ -144,6 +144,13 @@ def split(module: Any) -> None:
             setattr(part, name, SplitQKV(fused, outputs(part, count)))
 
 
+def fused_name(module: nn.Module, name: str) -> str:
+    """Return the name of a parameter before `split`: that of the fused projection for one of its parts."""
+    path, _, leaf = name.rpartition(".")
+    owner, _, part = path.rpartition(".")
+    return f"{owner}.{leaf}" if part in PARTS and isinstance(module.get_submodule(owner), SplitQKV) else name
+
+
 def join(module: nn.Module, state: Tensors) -> Tensors:
     """Return the state dict with fused projections, in the names and shapes of transformers."""
     joined = dict(state)

@@ -52,6 +52,7 @@ class Site:
     device: torch.device
     evaluator: Evaluator
     config: str = ""  # digest of the config that server and sites share
+    base: str = ""  # digest of the frozen weights
     answered: Path | None = None  # record of the rounds for which noise was drawn; None: a file in `folder`
 
     @property
@@ -131,7 +132,7 @@ def evaluate(site: Site, content: RecordDict) -> RecordDict:
 def _accept(site: Site, content: RecordDict, done: int) -> tuple[SiteRequest, Plan, SimulationEngine]:
     """Return the request, its plan, and an engine for this one client. Check everything before changing any file."""
     request = messages.decode_job(content)
-    plan = check_request(site.run, site.model, site.client, site.config, request, done)
+    plan = check_request(site.run, site.model, site.client, site.config, site.base, request, done)
     if answered_rounds.register_job(site.folder / SESSION, request.job_id):
         (site.folder / COPY).unlink(missing_ok=True)
     store = DiskStore(site.folder / STATES, site.device)

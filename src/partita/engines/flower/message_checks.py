@@ -87,7 +87,7 @@ def valid_scores(scores: Mapping[str, float], evaluator: Evaluator) -> dict[str,
     return {name: value for name, value in without_types(scores).items() if _is_valid_score(metrics[name], value)}
 
 
-def check_request(run: Run, model: Model, client: str, config: str, request: SiteRequest, done: int) -> Plan:
+def check_request(run: Run, model: Model, client: str, config: str, base: str, request: SiteRequest, done: int) -> Plan:
     """Validate a request at the site.
 
     Args:
@@ -95,6 +95,7 @@ def check_request(run: Run, model: Model, client: str, config: str, request: Sit
         model: The site's model.
         client: The site's client.
         config: Digest of the site's config.
+        base: Digest of the site's frozen weights.
         request: The request.
         done: 1 if the job's round is over, as for an evaluation, else 0.
 
@@ -114,6 +115,12 @@ def check_request(run: Run, model: Model, client: str, config: str, request: Sit
             f"'{config}'; run the same app with the same run config on both sides (only data. and engine. "
             "keys may differ)",
         )
+    if request.base != base:
+        raise ClientError(
+            client,
+            f"the frozen weights of {model.name} have the digest '{_short(base)}' at the site and "
+            f"'{_short(request.base)}' at the server; copy the files of model.path from the server to the site",
+        )
     if not 0 <= job_id.round < run.rounds:
         raise ClientError(client, f"was asked for round {job_id.round}; this run has rounds 0 to {run.rounds - 1}")
     for what, number in (("void", request.void), ("settled", request.settled)):
@@ -131,6 +138,10 @@ def check_request(run: Run, model: Model, client: str, config: str, request: Sit
         like = {**model.initial, **known[slot]}
         _check_sent(part, like, plan.train, client, f"is not trained in round {job_id.round}")
     return plan
+
+
+def _short(digest: str) -> str:
+    return printable_line(digest)[:12] or "none"
 
 
 def _known_slots(run: Run, model: Model, client: str, request: SiteRequest) -> Slots:

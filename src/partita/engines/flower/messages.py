@@ -59,6 +59,7 @@ class SiteRequest:
         signal: `Job.signal`.
         fingerprint: The fingerprint of all parameters that the site should hold now.
         config: The digest of the config that server and sites share.
+        base: The digest of the server's frozen weights; "" if it has none.
         void: The site's state of this round and later is void, because no such answer reached the server.
         settled: No checkpoint of the server is older than this round.
         part: The client's examples that an evaluation is on.
@@ -70,6 +71,7 @@ class SiteRequest:
     signal: Mapping[str, float]
     fingerprint: str
     config: str
+    base: str
     void: int
     settled: int
     part: Part = "test"
@@ -91,11 +93,12 @@ class ErrorReply:
 
 
 def encode_job(
-    job: Job, fingerprint: str, session: str, config: str, void: int, settled: int, part: Part = "test"
+    job: Job, fingerprint: str, session: str, config: str, base: str, void: int, settled: int, part: Part = "test"
 ) -> RecordDict:
     """Encode a job. `SiteRequest` and `JobId` explain all arguments but `job`."""
     job_id = asdict(JobId(job.round, job.client, session))
-    fields: dict[str, Any] = {"seal": fingerprint, "config": config, "void": void, "settled": settled, "part": part}
+    fields: dict[str, Any] = {"seal": fingerprint, "config": config, "base": base, "void": void, "settled": settled}
+    fields["part"] = part
     return RecordDict(
         {
             "job": ConfigRecord({**job_id, **fields}),
@@ -125,6 +128,7 @@ def decode_job(content: RecordDict) -> SiteRequest:
         _numbers(content, "signal"),
         _entry(job, "seal", str),
         _entry(job, "config", str),
+        _entry(job, "base", str),
         _entry(job, "void", int),
         _entry(job, "settled", int),
         part,

@@ -74,6 +74,7 @@ class FlowerEngine:
         patience: Seconds left for the other clients once half of the cohort, and at least `run.min_updates` clients,
             have answered.
         config: Digest of the config that server and sites share.
+        base: Digest of the frozen weights, which every site must hold too.
         evaluator: Metrics of the task.
     """
 
@@ -91,10 +92,12 @@ class FlowerEngine:
         poll: float = 0.2,
         patience: float = math.inf,
         config: str = "",
+        base: str = "",
         evaluator: Evaluator = ACCURACY,
     ) -> None:
         self.run, self.model, self.population = run, model, population
         self.mailbox, self.config, self.evaluator = Mailbox(grid, deadline, poll, patience), config, evaluator
+        self.base = base
         self.session, self.start, self.deadline = session, start, deadline
         self.device, self.poll, self.store = device or torch.device("cpu"), poll, RemoteClientStore()
         self.fingerprints = Fingerprints()
@@ -200,7 +203,14 @@ class FlowerEngine:
     def _send(self, kind: str, job: Job, part: Part) -> str | None:
         void = self.answered.get(job.client, self.start - 1) + 1
         content = messages.encode_job(
-            job, self.fingerprints(job.params), self.session, self.config, void, self.store.commits[0], part
+            job,
+            self.fingerprints(job.params),
+            self.session,
+            self.config,
+            self.base,
+            void,
+            self.store.commits[0],
+            part,
         )
         return self.mailbox.send(content, self.nodes[job.client], kind, str(job.round))
 

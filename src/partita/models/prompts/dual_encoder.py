@@ -65,6 +65,9 @@ class DualEncoder(Model):
         self.precomputed.update(tensors.to(self.precomputed, device))
         self.initial.update(tensors.to(self.initial, device))
 
+    def frozen_weights(self) -> Tensors:
+        return dict(self.module.state_dict())
+
     def prompted(self, kind: str, key: Key, **options: Any) -> Model:
         """Return a model with trainable prompts or adapters of the given kind."""
         from partita.models.prompts.registry import KINDS

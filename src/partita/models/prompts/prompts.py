@@ -61,6 +61,9 @@ class PromptModel(Model):
         """Return the image features to cache; see `DualEncoder.features_to_cache`."""
         return self.towers.features_to_cache(inputs)
 
+    def frozen_weights(self) -> Tensors:
+        return self.towers.frozen_weights()
+
     def to(self, device: torch.device) -> None:
         self.towers.to(device)
         self.initial.update(tensors.to(self.initial, device))

@@ -1,0 +1,114 @@
+"""Runs of LoRA over a quantized base: blocks of clients, resuming, and example-level privacy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import SMALL_TASK
+from transformers import ViTConfig, ViTForImageClassification
+
+import partita
+from partita.core.rng import Key
+from partita.core.settings import RunError
+from partita.core.tensors import Tensors
+from partita.experiment import run_folder, runner
+from partita.experiment.builder import build
+from partita.experiment.config import Config, load
+from partita.models import ModelError
+from partita.models.pretrained import seeded
+
+EXPERIMENT = """
+rounds = 2
+[method]
+name = "lora"
+rank = 2
+roles = ["query", "mlp"]
+[model]
+name = "pretrained"
+path = {path}
+frozen = ["base"]
+quantize = "4bit"
+"""
+PRIVATE = ("privacy={unit='example', clip=1.0, noise=1.0, delta=1e-3, repeatable=true}",)
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantized")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = ViTConfig(**sizes, image_size=4, patch_size=2, num_channels=1)
+    with seeded(Key(1)):
+        ViTForImageClassification(config).save_pretrained(folder / "vit")
+    text = EXPERIMENT.format(path=json.dumps(str(folder / "vit"))) + SMALL_TASK + "test_examples = 20\nclasses = 4"
+    (folder / "experiment.toml").write_text(text)
+    return folder / "experiment.toml"
+
+
+def config_of(experiment: Path, *changes: str) -> Config:
+    return load(experiment, changes)
+
+
+def trained(config: Config, folder: Path) -> Tensors:
+    return partita.run(config, folder).model()[1]
+
+
+def apart(left: Tensors, right: Tensors) -> float:
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+@pytest.mark.parametrize("mode", ["8bit", "4bit"])
+@pytest.mark.parametrize("privacy", [(), PRIVATE], ids=["plain", "private"])
+def test_block_equals_clients_one_by_one(mode: str, privacy: tuple[str, ...], experiment: Path, tmp_path: Path) -> None:
+    changes = (f"model.quantize={mode}", "training.optimizer=adamw", "training.lr=0.01", *privacy)
+    one, three = (
+        trained(config_of(experiment, *changes, f"engine.clients_per_block={block}"), tmp_path / str(block))
+        for block in (1, 3)
+    )
+    start = build(config_of(experiment, *changes)).model.initial
+    assert apart(one, three) < 1e-5
+    assert apart(one, start) > 1e-3, "the adapter has trained"
+
+
+def test_ghost_and_direct_clipping_agree(experiment: Path, tmp_path: Path) -> None:
+    one, other = (
+        trained(
+            config_of(experiment, *PRIVATE, f"privacy.clipping={way}", "engine.clients_per_block=1"), tmp_path / way
+        )
+        for way in ("direct", "ghost")
+    )
+    assert apart(one, other) < 1e-5
+
+
+def test_run_resumes_bit_for_bit(experiment: Path, tmp_path: Path) -> None:
+    config = config_of(experiment)
+    partita.run(config, tmp_path / "whole")
+    rows = runner.start(config, tmp_path / "parts")
+    next(rows)
+    rows.close()
+    for _ in runner.resume(config, tmp_path / "parts"):
+        pass
+    digests = [(run_folder.finished(tmp_path / name) or {})["digest"] for name in ("whole", "parts")]
+    assert digests[0] == digests[1]
+    bases = [json.loads((tmp_path / name / run_folder.ENVIRONMENT).read_text()) for name in ("whole", "parts")]
+    assert bases[0]["base_digest"] == bases[1]["base_digest"]
+
+
+def test_quantized_base_is_held_once(experiment: Path) -> None:
+    """The model with factors and the one without share every byte of the base."""
+    model = build(config_of(experiment)).model
+    shared = {value.data_ptr() for value in model.base.module.parameters()}  # type: ignore[attr-defined]
+    assert shared == {value.data_ptr() for value in model.module.parameters()}  # type: ignore[attr-defined]
+    kinds = [value.dtype for value in model.module.parameters()]  # type: ignore[attr-defined]
+    assert kinds.count(torch.uint8) == 12
+
+
+def test_quantized_base_needs_something_frozen_and_something_that_trains(experiment: Path) -> None:
+    with pytest.raises(ModelError, match=r"no linear weight of vit is frozen, .* train an adapter, or remove quantize"):
+        build(config_of(experiment, "model.frozen=[]"))
+    with pytest.raises(
+        RunError, match=r"model.frozen leaves no parameter to train; .* train an adapter: method.name ="
+    ):
+        build(config_of(experiment, "method={name='fedavg'}", "model.frozen=['all']"))
