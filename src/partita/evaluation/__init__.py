@@ -6,17 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from partita.core import tensors
-from partita.core.data import Examples, PrefetchingExamples
+from partita.core.data import IGNORE_INDEX, Examples, PrefetchingExamples
 from partita.core.model import Model
 from partita.core.tensors import Tensors
 from partita.evaluation import metrics
+from partita.evaluation.answers import Answers, Choices, last_answers
 from partita.evaluation.documents import document_predictions
-from partita.evaluation.generation import GeneratedText, ModelPredictions
+from partita.evaluation.generation import GeneratedText, ModelPredictions, ScoredChoices
 from partita.evaluation.metrics import Accuracy, EvaluationError, Evaluator, Metric, Predictions
 from partita.evaluation.segmentation import Segmentation
 
@@ -27,7 +30,11 @@ METRIC_NAMES = tuple(
     dict.fromkeys(
         (
             *metrics.METRIC_NAMES,
-            *(metric.name for evaluator in (GeneratedText, Segmentation) for metric in evaluator.metrics),
+            *(
+                metric.name
+                for evaluator in (GeneratedText, Answers, Choices, Segmentation)
+                for metric in evaluator.metrics
+            ),
         )
     )
 )
@@ -117,7 +124,11 @@ def _predictions(model: Model, params: Tensors, examples: Examples, size: int) -
         inputs, targets = tensors.to(batch.inputs, device), batch.targets.to(device)
         out = model(params, inputs)
         yield ModelPredictions(
-            out.logits, targets, model.losses(out, targets), partial(_generate, model, params, inputs, targets)
+            out.logits,
+            targets,
+            model.losses(out, targets),
+            partial(_generate, model, params, inputs, targets),
+            partial(_score_choices, model, params, examples, indices, size),
         )
 
 
@@ -125,5 +136,26 @@ def _generate(
     model: Model, params: Tensors, inputs: Tensors, targets: Tensor, examples: int, max_new_tokens: int
 ) -> tuple[list[str], list[str]]:
     """Generate texts for the first examples of a batch, and return them with the target texts."""
-    first = {name: value[:examples] for name, value in inputs.items()}
-    return model.generate(params, first, max_new_tokens), model.decode(targets[:examples])
+    first, wanted = {name: value[:examples] for name, value in inputs.items()}, targets[:examples]
+    if "decoder_input_ids" not in inputs:  # a decoder reads its own answer, which generation must not see
+        first, wanted = last_answers(first, wanted)
+    return model.generate(params, first, max_new_tokens), model.decode(wanted)
+
+
+@torch.inference_mode()
+def _score_choices(model: Model, params: Tensors, examples: Any, indices: Tensor, size: int) -> ScoredChoices:
+    """Score all choices of some questions, at most `size` choices at a time."""
+    batch, counts, right = examples.take_choices(indices)
+    device = next(iter(params.values())).device
+    tokens = (batch.targets != IGNORE_INDEX).sum(1)  # (choice,)
+    likelihoods = []
+    for rows in torch.arange(len(tokens)).split(size):
+        inputs = tensors.to({name: value[rows] for name, value in batch.inputs.items()}, device)
+        losses = model.losses(model(params, inputs), batch.targets[rows].to(device))
+        likelihoods.append(-losses.double().cpu() * tokens[rows])
+    of_question = torch.cat(likelihoods).split(counts.tolist())
+    return ScoredChoices(
+        pad_sequence(of_question, True, -torch.inf),
+        pad_sequence(tokens.split(counts.tolist()), True, 1),
+        right,
+    )

@@ -35,7 +35,7 @@ from partita.engines.autotune import (
 from partita.engines.availability import Availability, read_trace
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import Evaluator
-from partita.evaluation.generation import with_generation
+from partita.evaluation.answers import with_generation
 from partita.evaluation.own_metrics import with_own_metrics
 from partita.experiment import early_stopping
 from partita.experiment.config import Config, EngineConfig, FederationConfig, shared_digest
@@ -102,6 +102,10 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     drops = config.training.dropout and raw_model.uses_dropout()
     if raw_federation.task.new:
         raw_model.for_classes(raw_federation.task.new.classes)  # refuses before any training if it cannot
+    if config.engine.cache_frozen and raw_federation.task.packed:
+        raise RunError(
+            "data.pack and engine.cache_frozen are both set; the cache holds single examples, so leave one of them out"
+        )
     if config.engine.cache_frozen:
         model, federation = _cached(raw_model, raw_federation)
         if drops:
@@ -207,6 +211,11 @@ def build_run(
         raise RunError(
             "privacy.unit = 'example' would hide one window of a text, not the text; set data.long_texts to 'cut' or "
             "'error', or privacy.unit to 'client'"
+        )
+    if config.privacy.unit == "example" and federation.task.packed:
+        raise RunError(
+            "privacy.unit = 'example' would hide a packed row of several examples, not an example; set data.pack to "
+            "false, or privacy.unit to 'client'"
         )
     sizes = {client: len(federation[client].train) for client in federation.clients}
     guard = make_private(run, model, sizes, config.privacy)

@@ -15,9 +15,11 @@ from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.inspection import Findings
 from partita.data.synthetic_files import (
+    CONVERSATION_WORDS,
     DATE_WORDS,
     STATEMENT_WORDS,
     WORDS,
+    write_conversations,
     write_dates,
     write_notes,
     write_pictures,
@@ -28,9 +30,10 @@ from partita.experiment.config import ConfigError, headings, parse
 from partita.experiment.reference import about, keys_under
 from partita.methods import NEEDS_DUAL_ENCODER
 
-EXAMPLES = ("clinical", "dates", "digits", "prompts", "scenes", "statements", "ten_thousand")
+EXAMPLES = ("chat", "clinical", "dates", "digits", "prompts", "scenes", "statements", "ten_thousand")
 # Folders that an example's config names, which are written with it.
 FOLDERS = {
+    "chat": ("conversations", "tiny-llama"),
     "clinical": ("notes", "tiny-encoder"),
     "dates": ("dates", "tiny-t5"),
     "prompts": ("pictures",),
@@ -174,7 +177,12 @@ def write_example(name: str, file: Path) -> list[Path]:
             raise ConfigError(f"{path} exists already; move it away, or run this in an empty folder")
     write_new(file, files("partita").joinpath("examples", f"{name}.toml").read_text(encoding="utf-8"))
     key = Key(0) / "example"
-    if name == "clinical":
+    if name == "chat":
+        from partita.models.tiny_decoder import write_tiny_decoder
+
+        write_conversations(folders[0], key / "conversations")
+        write_tiny_decoder(folders[1], CONVERSATION_WORDS, key / "model")
+    elif name == "clinical":
         from partita.models.tiny_encoder import write_tiny_encoder
 
         write_notes(folders[0], key / "notes")
