@@ -197,7 +197,7 @@ def _choices(row: str, column: str, value: Any) -> tuple[str, ...]:
     if not isinstance(found, list) or not all(isinstance(choice, str) and choice.strip() for choice in found):
         raise DataError(f"{row} has {format_value(value)} in '{column}', which is not a list of texts; give at least 2")
     if len(found) < 2:
-        raise DataError(f"{row} has {len(found)} choices in '{column}'; give at least 2, or remove the row")
+        raise DataError(f"{row} has fewer than 2 choices in '{column}'; add some, or remove the row")
     return tuple(found)
 
 
