@@ -34,7 +34,7 @@ ROWS: list[dict[str, Any]] = [
 QUESTIONS: list[dict[str, Any]] = [
     {
         "question": f"what comes after {NUMBERS[number % 6]} ?",
-        "choices": [NUMBERS[(number + step) % 6] for step in range(1, 4)][:: (-1) ** number] + [f"{NUMBERS[0]} ."],
+        "choices": [*[NUMBERS[(number + step) % 6] for step in range(1, 4)][:: (-1) ** number], f"{NUMBERS[0]} ."],
         "answer": 0 if number % 2 == 0 else 2,
         "site": f"s{number % 3}",
     }

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from chat_fixtures import NUMBERS, QUESTIONS, ROWS, conversation, message, write_decoder, write_rows
 from transformers import AutoTokenizer
 
-from chat_fixtures import NUMBERS, QUESTIONS, ROWS, conversation, message, write_decoder, write_rows
 from partita import data
 from partita.core.data import IGNORE_INDEX
 from partita.core.rng import Key
@@ -85,16 +85,24 @@ def test_all_answers_of_a_conversation_count_or_only_the_last(load: Callable[...
 
 def test_a_conversation_may_start_with_an_answer_and_end_with_a_question(load: Callable[..., Task]) -> None:
     rows = [{"messages": [message("assistant", "one ."), *conversation(1), message("user", "next ?")]}] * 5
-    assert decoded(load(rows)) == [
-        ("[ASSISTANT] one . [SEP] [USER] what comes after one ? [SEP] [ASSISTANT] two .", "one . [SEP] two . [SEP]")
-    ] * 5
+    assert (
+        decoded(load(rows))
+        == [
+            ("[ASSISTANT] one . [SEP] [USER] what comes after one ? [SEP] [ASSISTANT] two .", "one . [SEP] two . [SEP]")
+        ]
+        * 5
+    )
 
 
 def test_all_ways_to_write_a_conversation_are_read_alike(load: Callable[..., Task]) -> None:
     ways: list[list[dict[str, Any]]] = [
         [{"messages": conversation(n)} for n in range(5)],
         [
-            {"conversations": [{"from": ("human", "gpt")[i], "value": m["content"]} for i, m in enumerate(conversation(n))]}
+            {
+                "conversations": [
+                    {"from": ("human", "gpt")[i], "value": m["content"]} for i, m in enumerate(conversation(n))
+                ]
+            }
             for n in range(5)
         ],
         [{"instruction": a["content"], "input": "", "output": b["content"]} for a, b in map(conversation, range(5))],
@@ -193,8 +201,10 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(decoder: Path) -> Non
 
 def test_long_conversations_are_cut_and_those_without_an_answer_left_out(load: Callable[..., Task]) -> None:
     long = [message("user", "what " * 30), message("assistant", "one .")]
-    rows = [{"messages": conversation(n, 3), "n": n} for n in range(5)] + [{"messages": long, "n": 5 + n} for n in range(5)]
-    with pytest.warns(UserWarning) as caught:
+    rows = [{"messages": conversation(n, 3), "n": n} for n in range(5)] + [
+        {"messages": long, "n": 5 + n} for n in range(5)
+    ]
+    with pytest.warns(UserWarning, match="of 10 conversations") as caught:
         task = load(rows, max_length=16)
     told = [str(warning.message) for warning in caught]
     assert any("10 of 10 conversations" in text and "their last 175 tokens are not read" in text for text in told), told
@@ -203,7 +213,9 @@ def test_long_conversations_are_cut_and_those_without_an_answer_left_out(load: C
     assert len(task.notes) == 2
     numbers = sorted(int(n) for columns in (task.columns, task.test_columns) for n in columns["n"])
     assert numbers == list(range(5))
-    with pytest.raises(DataError, match=r"longer than max_length = 16 tokens, the first is row \d+ of .*data\.long_texts"):
+    with pytest.raises(
+        DataError, match=r"longer than max_length = 16 tokens, the first is row \d+ of .*data\.long_texts"
+    ):
         load(rows, max_length=16, long_texts="error")
 
 
@@ -292,7 +304,11 @@ BAD_ROWS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"prompt": "one", "output": None, "output2": "x"}, {}, r"row \d of .* has no text in 'output'"),
     ({"prompt": "one", "output": 2}, {}, r"row \d of .* has 2 in 'output', which is not text"),
     ({"prompt": "one", "input": 2, "output": "x"}, {}, r"row \d of .* has 2 in 'input', which is not text"),
-    ({**QUESTIONS[0], "choices": ["one"]}, {"choices": "choices"}, r"row \d of .* has fewer than 2 choices in 'choices'; add"),
+    (
+        {**QUESTIONS[0], "choices": ["one"]},
+        {"choices": "choices"},
+        r"row \d of .* has fewer than 2 choices in 'choices'; add",
+    ),
     ({**QUESTIONS[0], "choices": [1, 2]}, {"choices": "choices"}, r"row \d of .* not a list of texts"),
     ({**QUESTIONS[0], "answer": 4}, {"choices": "choices"}, r"row \d of .* has 4 in 'answer'.* 4 choices.* 0 to 3"),
     ({**QUESTIONS[0], "answer": "A"}, {"choices": "choices"}, r"has 'A' in 'answer'"),
@@ -314,8 +330,12 @@ def test_bad_rows(load: Callable[..., Task], row: dict[str, Any], options: dict[
 def test_a_template_that_fails_names_the_row(load: Callable[..., Task], decoder: Path) -> None:
     file = decoder / "chat_template.jinja"
     source = file.read_text()
-    file.write_text("{% if messages[0]['role'] != 'user' %}{{ raise_exception('start with a user') }}{% endif %}" + source)
-    rows = [{"messages": conversation(n)} for n in range(4)] + [{"messages": [message("system", "one"), *conversation(4)]}]
+    file.write_text(
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('start with a user') }}{% endif %}" + source
+    )
+    rows = [{"messages": conversation(n)} for n in range(4)] + [
+        {"messages": [message("system", "one"), *conversation(4)]}
+    ]
     try:
         with pytest.raises(DataError, match=r"template fails for row 4 of .*: start with a user; correct the row, or"):
             load(rows)

@@ -181,13 +181,12 @@ def _example(encoded: Encoded, answers: Answers) -> tuple[list[int], list[int]]:
     return encoded.ids[: end - 1], targets
 
 
-def _table(
-    rows: TokenRows, part: DatasetPart, columns: ChatColumns, limit: int
-) -> RaggedExamples | ChoiceExamples:
+def _table(rows: TokenRows, part: DatasetPart, columns: ChatColumns, limit: int) -> RaggedExamples | ChoiceExamples:
     examples = from_rows(rows, limit)
     if columns.choices is None:
         return examples
-    assert rows.documents is not None and columns.answer is not None
+    assert rows.documents is not None
+    assert columns.answer is not None
     kept, counts = rows.documents.unique_consecutive(return_counts=True)
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return ChoiceExamples(examples, first, torch.tensor(part.values(columns.answer))[kept])

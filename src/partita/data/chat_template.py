@@ -202,4 +202,3 @@ def _after_prompt(prompted: Sequence[int], conversation: Sequence[int]) -> int:
     places = range(len(conversation) - len(prompt))
     starts = (place for place in places if conversation[place : place + len(prompt)] == prompt)
     return next(starts, len(conversation)) + len(prompt)
-

@@ -23,7 +23,7 @@ from partita.evaluation.generation import GeneratedText, ModelPredictions, Score
 from partita.evaluation.metrics import Accuracy, EvaluationError, Evaluator, Metric, Predictions
 from partita.evaluation.segmentation import Segmentation
 
-__all__ = ["ACCURACY", "METRIC_NAMES", "Evaluation", "EvaluationError", "Evaluator", "Metric", "evaluate", "score"]
+__all__ = ["ACCURACY", "METRIC_NAMES", "Evaluation", "EvaluationError", "Evaluator", "Metric", "evaluate", "sample_texts", "score"]
 
 ACCURACY = Accuracy()
 METRIC_NAMES = tuple(
@@ -136,10 +136,39 @@ def _generate(
     model: Model, params: Tensors, inputs: Tensors, targets: Tensor, examples: int, max_new_tokens: int
 ) -> tuple[list[str], list[str]]:
     """Generate texts for the first examples of a batch, and return them with the target texts."""
-    first, wanted = {name: value[:examples] for name, value in inputs.items()}, targets[:examples]
-    if "decoder_input_ids" not in inputs:  # a decoder reads its own answer, which generation must not see
-        first, wanted = last_answers(first, wanted)
-    return model.generate(params, first, max_new_tokens), model.decode(wanted)
+    read, wanted = _prompts({name: value[:examples] for name, value in inputs.items()}, targets[:examples])
+    return model.generate(params, read, max_new_tokens), model.decode(wanted)
+
+
+def _prompts(inputs: Tensors, targets: Tensor) -> tuple[Tensors, Tensor]:
+    """Return what a model reads to generate a text, and the target texts. A decoder's own inputs hold its answer."""
+    return (inputs, targets) if "decoder_input_ids" in inputs else last_answers(inputs, targets)
+
+
+def sample_texts(
+    model: Model, params: Tensors, examples: Examples, count: int, max_new_tokens: int
+) -> list[tuple[str, str, str]]:
+    """Generate texts for the first examples.
+
+    Args:
+        model: The model.
+        params: All its parameters, on the device to generate on.
+        examples: Examples of a task that generates texts.
+        count: The number of examples, if there are so many.
+        max_new_tokens: Maximum number of tokens of a text.
+
+    Returns:
+        For each example, what the model reads, the target text, and the generated text.
+    """
+    count = min(count, len(examples))
+    if not count:
+        return []
+    device = next(iter(params.values())).device
+    batch = examples.take(torch.arange(count))
+    read, wanted = _prompts(tensors.to(batch.inputs, device), batch.targets.to(device))
+    ids = read["input_ids"].masked_fill(read["attention_mask"] == 0, IGNORE_INDEX)
+    texts = model.generate(params, read, max_new_tokens)
+    return list(zip(model.decode(ids), model.decode(wanted), texts, strict=True))
 
 
 @torch.inference_mode()

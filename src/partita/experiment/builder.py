@@ -40,6 +40,7 @@ from partita.evaluation.own_metrics import with_own_metrics
 from partita.experiment import early_stopping
 from partita.experiment.config import Config, EngineConfig, FederationConfig, shared_digest
 from partita.experiment.config_code import check_recorded
+from partita.experiment.samples import check_samples
 from partita.experiment.subgroups import Groups, find_groups
 from partita.experiment.tracking import TRACKERS
 from partita.privacy.guard import PrivacyGuard, make_private
@@ -139,6 +140,7 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     evaluator = with_generation(task.kind.evaluator(task.classes), wanted.max_new_tokens, wanted.generate_examples)
     evaluator = with_own_metrics(evaluator, wanted.metrics)
     early_stopping.check(config, evaluator, federation, guard)
+    check_samples(wanted.samples, run, model, task, federation.clients[0])
     subgroups = find_groups(task, config.evaluate.subgroups)
     return Experiment(
         config, run, model, federation, availability, device, block, evaluator, guard, graphs, reason, subgroups

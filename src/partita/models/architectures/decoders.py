@@ -28,7 +28,8 @@ def _state(module: Any, inputs: Tensors) -> Tensor:
 def within_segments(segments: Tensor) -> Tensor:
     """Return the mask of packed rows, (example, 1, query, key).
 
-    A token attends to itself and to earlier tokens of its segment. Padding is a segment too, so that no token attends to nothing.
+    A token attends to itself and to earlier tokens of its segment. Padding is a segment too, so that no token attends
+    to nothing.
 
     Args:
         segments: The segment of each token, (example, token).
