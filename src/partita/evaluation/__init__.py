@@ -23,7 +23,17 @@ from partita.evaluation.generation import GeneratedText, ModelPredictions, Score
 from partita.evaluation.metrics import Accuracy, EvaluationError, Evaluator, Metric, Predictions
 from partita.evaluation.segmentation import Segmentation
 
-__all__ = ["ACCURACY", "METRIC_NAMES", "Evaluation", "EvaluationError", "Evaluator", "Metric", "evaluate", "sample_texts", "score"]
+__all__ = [
+    "ACCURACY",
+    "METRIC_NAMES",
+    "Evaluation",
+    "EvaluationError",
+    "Evaluator",
+    "Metric",
+    "evaluate",
+    "sample_texts",
+    "score",
+]
 
 ACCURACY = Accuracy()
 METRIC_NAMES = tuple(

@@ -125,7 +125,9 @@ def samples_section(records: Sequence[RunRecord]) -> str:
         tables.append(f"<h3>{escape(f'{label}, seed {run.seed}')}</h3>\n{table}")
     if not tables:
         return ""
-    note = "Examples of the central test set, with the answers that the model generates, always the most probable token."
+    note = (
+        "Examples of the central test set, with the answers that the model generates, always the most probable token."
+    )
     return f"<section>\n<h2>Samples</h2>\n<p>{note}</p>\n{''.join(tables)}</section>\n"
 
 
