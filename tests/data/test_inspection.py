@@ -14,7 +14,16 @@ from PIL import Image
 from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.inspection import inspect_data
-from partita.data.synthetic_files import write_notes, write_pictures
+from partita.data.synthetic_files import (
+    write_conversations,
+    write_dates,
+    write_notes,
+    write_pictures,
+    write_scenes,
+    write_statements,
+)
+from partita.experiment.config import parse
+from partita.experiment.starter import config_for
 
 
 def rows(count: int = 40) -> list[dict[str, Any]]:
@@ -110,3 +119,68 @@ def test_unreadable_first_image_does_not_stop_the_look(tmp_path: Path) -> None:
         Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "p" / "cat" / f"{place}.png")
     (tmp_path / "p" / "cat" / "0.png").write_bytes(b"not an image")
     assert inspect_data(tmp_path / "p").size is None
+
+
+MESSAGES = [{"role": "user", "content": "what is it ?"}, {"role": "assistant", "content": "a cough ."}]
+BY_NAMES: list[tuple[dict[str, Any], str, dict[str, str]]] = [
+    ({"messages": MESSAGES}, "chat", {"messages": "messages"}),
+    ({"talk": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "chat", {"messages": "talk"}),
+    (
+        {"instruction": "Say it.", "input": "", "output": "It."},
+        "chat",
+        {"instruction": "instruction", "input": "input", "output": "output"},
+    ),
+    ({"prompt": "Say it.", "completion": "It."}, "chat", {"instruction": "prompt", "output": "completion"}),
+    (
+        {"question": "Which one?", "choices": ["a", "b"], "answer": 1},
+        "chat",
+        {"instruction": "question", "choices": "choices", "answer": "answer"},
+    ),
+    ({"article": "long text", "summary": "short text"}, "seq2seq", {"source": "article", "target": "summary"}),
+    ({"image": "images/1.png", "mask": "masks/1.png"}, "segmentation", {"image": "image", "mask": "mask"}),
+]
+
+
+@pytest.mark.parametrize(("row", "task", "roles"), BY_NAMES)
+def test_tasks_that_column_names_tell(row: dict[str, Any], task: str, roles: dict[str, str], tmp_path: Path) -> None:
+    def numbered(value: Any, place: int) -> Any:
+        # Free texts differ from row to row.
+        return f"{place} {value}" if isinstance(value, str) and value else value
+
+    table = [
+        {**{name: numbered(value, place) for name, value in row.items()}, "school": ("east", "west")[place % 2]}
+        for place in range(20)
+    ]
+    path = write_json(tmp_path / "a.jsonl", table)
+    found = inspect_data(path)
+    assert (found.task, found.roles, found.site, found.problems) == (task, roles, "school", ())
+    suggested = config_for(found)
+    assert suggested["data"] | roles == suggested["data"]
+    parse(suggested)
+
+
+def test_few_targets_are_classes_and_no_texts_to_write(tmp_path: Path) -> None:
+    table = [{"article": f"text number {place} of all", "target": ("flu", "cold")[place % 2]} for place in range(20)]
+    found = inspect_data(write_json(tmp_path / "a.jsonl", table))
+    assert (found.task, found.roles) == ("text", {"text": "article", "label": "target"})
+    table = [{"article": f"text {place}", "summary": f"{place}", "kind": "ab"[place % 2]} for place in range(20)]
+    named = inspect_data(write_json(tmp_path / "b.jsonl", table), text="article", label="kind")
+    assert named.task == "text"
+
+
+def test_examples_are_recognized(tmp_path: Path) -> None:
+    key = Key(0)
+    write_conversations(tmp_path / "chat", key, 30)
+    write_dates(tmp_path / "dates", key, 60)
+    write_statements(tmp_path / "pairs", key, 60)
+    write_scenes(tmp_path / "scenes", key, 6)
+    found = {name: inspect_data(tmp_path / name) for name in ("chat", "dates", "pairs", "scenes")}
+    told = {name: (each.task, dict(each.roles), each.site) for name, each in found.items()}
+    assert told == {
+        "chat": ("chat", {"messages": "messages"}, "school"),
+        "dates": ("seq2seq", {"source": "source", "target": "target"}, "country"),
+        "pairs": ("text", {"text": "note", "pair": "statement", "label": "label"}, "hospital"),
+        "scenes": ("segmentation", {"image": "image", "mask": "mask"}, "scanner"),
+    }
+    (tmp_path / "scenes" / "train.csv").unlink()  # then the two folders tell
+    assert inspect_data(tmp_path / "scenes").task == "segmentation"

@@ -13,7 +13,8 @@ from partita.core.model import Model, Output, TagError
 from partita.core.tensors import Tensors
 from partita.data import Table
 from partita.evaluation import evaluate
-from partita.evaluation.generation import GeneratedText, rouge, with_generation
+from partita.evaluation.answers import with_generation
+from partita.evaluation.generation import GeneratedText, rouge
 from partita.evaluation.metrics import EvaluationError, NextToken
 from partita.testing.toy import ToyTransformer
 
@@ -46,7 +47,8 @@ class Writer:
 
 
 def table(rows: list[list[int]], targets: list[list[int]]) -> Table:
-    return Table({"input_ids": torch.tensor(rows)}, torch.tensor(targets))
+    ids = torch.tensor(rows)
+    return Table({"input_ids": ids, "decoder_input_ids": ids}, torch.tensor(targets))
 
 
 THREE = table([[1, 2, 3], [1, 6, 3], [4, 5, 0]], [[1, 2, 3], [1, 2, 3], [4, 5, -100]])

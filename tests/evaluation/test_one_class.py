@@ -13,6 +13,7 @@ from torch import Tensor
 from partita.core.model import Model
 from partita.data import Table
 from partita.evaluation import METRIC_NAMES, Evaluator, evaluate, score
+from partita.evaluation.answers import Answers, Choices
 from partita.evaluation.generation import GeneratedText
 from partita.evaluation.metrics import (
     NEW_CLASS_METRICS,
@@ -87,7 +88,7 @@ def test_the_check_takes_no_second_forward_pass() -> None:
 def test_reports_know_direction_and_unit_of_every_metric() -> None:
     """Only the direction of a run's own metric is recorded, so the report must know the others by name."""
     classes: tuple[Any, ...] = (Accuracy, SingleLabel, MultiLabel, Entities, NextToken, Regression)
-    classes += (GeneratedText, Segmentation)
+    classes += (GeneratedText, Answers, Choices, Segmentation)
     metrics: set[Metric] = {metric for evaluator in classes for metric in evaluator.metrics} | {*NEW_CLASS_METRICS}
     assert {metric.name for metric in metrics} == set(METRIC_NAMES)
     for metric in metrics:

@@ -70,6 +70,7 @@ class Images:
     kind: TaskKind = IMAGE
     vocabulary_size: int = 0
     max_tokens: int = 0
+    packed: bool = False
     tokenizer: Any = None
     normalization: Any = None
 

@@ -49,7 +49,7 @@ def init(
     ] = None,
     method: Annotated[str | None, typer.Option(help="Federated method. Default: fedavg.")] = None,
     example: Annotated[
-        str | None, typer.Option(help="Write this example and its data: clinical, digits, prompts or ten_thousand.")
+        str | None, typer.Option(help="Write this example and its data, such as chat, clinical or digits.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write. Default: experiment.toml, or EXAMPLE.toml.")] = None,
 ) -> None:

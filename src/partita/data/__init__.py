@@ -15,6 +15,7 @@ from partita.data.task import Federation, Subset, Table, Task
 
 INDEX = {
     "brat": "partita.data.standoff:brat",
+    "chat": "partita.data.chat:chat",
     "digits": "partita.data.digits:digits",
     "i2b2": "partita.data.i2b2:i2b2",
     "image_regression": "partita.data.regression:image_regression",

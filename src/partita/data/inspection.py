@@ -13,7 +13,9 @@ from typing import Any
 from partita.data.errors import DataError, need
 from partita.data.i2b2 import read_i2b2
 from partita.data.loading import DatasetPart, open_parts
+from partita.data.segmentation import mask_folders
 from partita.data.standoff import read_brat, standoff_format, standoff_parts
+from partita.data.task_by_names import LIST_OF_MESSAGES, LIST_OF_TEXTS, pair_by_names, task_by_names
 from partita.data.tokens import TAG
 
 # Column names that say what a column is for, best first.
@@ -21,9 +23,10 @@ TEXT_NAMES = ("text", "note", "sentence", "review", "content", "document", "repo
 LABEL_NAMES = ("label", "class", "category", "diagnosis", "tags", "target", "sentiment", "topic", "outcome", "stars")
 SITE_NAMES = (
     "site", "hospital", "clinic", "center", "centre", "institution", "client", "department", "domain", "writer",
-    "author", "user", "region", "source", "device", "patient", "group", "folder",
+    "author", "user", "region", "country", "school", "source", "device", "scanner", "patient", "group", "folder",
 )  # fmt: skip
 STANDOFF = {"brat": (".ann", read_brat), "i2b2": (".con", read_i2b2)}  # suffix of the annotations, and their reader
+MESSAGE_FIELDS = (("role", "content"), ("from", "value"))
 MOST_CLASSES = 100  # a column with more distinct values is not offered as a label
 
 
@@ -80,7 +83,9 @@ def inspect_data(
         DataError: If the data cannot be read, or a column does not exist.
     """
     standoff = standoff_format(path)
-    parts = standoff_parts(path, *STANDOFF[standoff]) if standoff else open_parts(path, config)
+    parts = (
+        standoff_parts(path, *STANDOFF[standoff]) if standoff else open_parts(path, config, mask_folders(Path(path)))
+    )
     if "train" not in parts:
         raise DataError(f"'{path}' has no part 'train', only: {', '.join(parts)}; rename one of them")
     part = parts["train"]
@@ -115,6 +120,8 @@ def _kind(part: DatasetPart, name: str) -> str:
     if type(feature).__name__ == "Image":
         return "image"
     inner = getattr(feature, "feature", None)
+    if isinstance(inner, Mapping) and any({*fields} <= inner.keys() for fields in MESSAGE_FIELDS):
+        return LIST_OF_MESSAGES
     kind = "class" if hasattr(inner or feature, "names") else _plain(getattr(inner or feature, "dtype", "other"))
     plural = {"text": "texts", "class": "classes", "integer": "integers", "number": "numbers"}
     return kind if inner is None else f"list of {plural.get(kind, kind)}"
@@ -159,26 +166,31 @@ def _task(
     """Choose a task and its columns."""
     rows = max((len(each) for each in values.values()), default=0)
     kinds = {column.name: column.kind for column in columns}
+    named = None if text or label else task_by_names(kinds, values)
+    pair = None if text or named else pair_by_names(kinds)
+    text = pair[0] if pair else text
     sites = [
         column.name
         for column in columns
         if column.kind in ("text", "integer", "class")
         and _rank(column.name, SITE_NAMES) < len(SITE_NAMES)
         and 2 <= (column.distinct or 0) <= max(2, rows // 2)
-        and column.name not in (text, label)
+        and column.name not in (text, label, *(pair or ()), *(named[1].values() if named else ()))
     ]
     sites = [site] if site else sorted(sites, key=lambda name: _rank(name, SITE_NAMES))
-    taken = {*sites[:1], text, label} - {None}
+    if named:
+        return *named, {"text": (), "label": (), "site": tuple(sites)}
+    taken = {*sites[:1], text, label, *(pair or ())} - {None}
     texts = [text] if text else _text_columns(columns, taken)
     labels = [label] if label else _label_columns(columns, {*taken, *texts[:1]}, rows)
     numbers = [column.name for column in columns if column.kind == "number" and column.name not in taken]
     candidates = {"text": tuple(texts), "label": tuple(labels), "site": tuple(sites)}
     images = [name for name, kind in kinds.items() if kind == "image"]
-    lists = [name for name, kind in kinds.items() if kind == "list of texts"]
+    lists = [name for name, kind in kinds.items() if kind == LIST_OF_TEXTS]
     tagged = [
         name
         for name in ([label] if label else kinds)
-        if kinds[name] in ("list of texts", "list of classes") and _are_tags(name, kinds[name], values)
+        if kinds[name] in (LIST_OF_TEXTS, "list of classes") and _are_tags(name, kinds[name], values)
     ]
     if images:
         named = [name for name in labels if kinds[name] == "class"]
@@ -188,13 +200,14 @@ def _task(
         return ("image_regression", {"image": images[0], "target": targets[0]}, candidates) if targets else (
             None, {"image": images[0]}, candidates
         )  # fmt: skip
-    words = [name for name in ([text] if text else lists) if name not in tagged and kinds[name] == "list of texts"]
+    words = [name for name in ([text] if text else lists) if name not in tagged and kinds[name] == LIST_OF_TEXTS]
     if tagged and words:
         return "tokens", {"tokens": words[0], "tags": tagged[0]}, {**candidates, "text": (), "label": ()}
     if not texts:
         return None, {}, candidates
     if labels and kinds[labels[0]] != "number":
-        return "text", {"text": texts[0], "label": labels[0]}, candidates
+        roles = {"text": texts[0], **({"pair": pair[1]} if pair else {}), "label": labels[0]}
+        return "text", roles, candidates
     targets = labels or numbers
     if targets:
         return "text_regression", {"text": texts[0], "target": targets[0]}, candidates
@@ -216,7 +229,7 @@ def _label_columns(columns: Sequence[Column], taken: set[str | None], rows: int)
         named = _rank(column.name, LABEL_NAMES) < len(LABEL_NAMES)
         few = column.distinct is not None and 1 <= column.distinct <= min(MOST_CLASSES, max(2, rows // 2))
         discrete = column.kind in ("text", "class", "integer", "true or false") and few
-        many = column.kind in ("list of texts", "list of classes", "list of integers", "number") and named
+        many = column.kind in (LIST_OF_TEXTS, "list of classes", "list of integers", "number") and named
         if column.name not in taken and (discrete or many):
             found.append(column)
     order = sorted(found, key=lambda each: (_rank(each.name, LABEL_NAMES), each.kind != "class", each.distinct or 0))

@@ -204,18 +204,21 @@ def load_dataset(
     return Dataset(name, path, *_hold_out(train, test, key), cut=True)
 
 
-def open_parts(path: str | Path, config: str | None = None) -> dict[str, DatasetPart]:
+def open_parts(
+    path: str | Path, config: str | None = None, parts: Mapping[str, Opener] | None = None
+) -> dict[str, DatasetPart]:
     """Open all parts of a dataset, by name.
 
     Args:
         path: File, folder, or Hub id.
         config: Configuration of a Hub dataset.
+        parts: Opens each part, by name. Default: as the path says.
 
     Raises:
         DataError: If the dataset cannot be read.
     """
     need("datasets", "data")
-    parts = _parts(path, config)
+    parts = _parts(path, config) if parts is None else parts
     return {name: _open_part(parts, name, path) for name in parts}
 
 

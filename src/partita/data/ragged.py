@@ -49,9 +49,13 @@ class RaggedExamples:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def lengths(self, indices: Tensor) -> Tensor:
+        """Return the number of tokens of rows, (row,)."""
+        return self.offsets[indices + 1] - self.offsets[indices]
+
     def width(self) -> int:
         """Return the number of tokens of the longest padded batch."""
-        return _padded(int(self.offsets.diff().max()), self.limit) if len(self) else 0
+        return padded(int(self.offsets.diff().max()), self.limit) if len(self) else 0
 
     def vocabulary_size(self) -> int:
         """Return the smallest vocabulary size that holds every token."""
@@ -62,7 +66,7 @@ class RaggedExamples:
     def take(self, indices: Tensor) -> Batch:
         starts = self.offsets[indices].unsqueeze(1)
         lengths = self.offsets[indices + 1].unsqueeze(1) - starts
-        width = _padded(int(lengths.max()), self.limit)
+        width = padded(int(lengths.max()), self.limit)
         steps = torch.arange(width)
         real = steps < lengths  # (row, token)
         places = (starts + steps).clamp_(max=len(self.ids) - 1)
@@ -77,24 +81,28 @@ class RaggedExamples:
         return Batch(inputs, self.targets[indices])
 
 
-def _padded(length: int, limit: int) -> int:
+def padded(length: int, limit: int) -> int:
+    """Return the width of a batch whose longest row has this length."""
     return min(-(-length // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF, limit)
 
 
-def from_rows(rows: TokenRows, limit: int, targets: Tensor) -> RaggedExamples:
+def from_rows(rows: TokenRows, limit: int, targets: Tensor | None = None) -> RaggedExamples:
     """Build RaggedExamples from token rows.
 
     Args:
         rows: The rows.
         limit: Maximum length of a row.
-        targets: One target per row, (row, ...).
+        targets: One target per row, (row, ...). Default: one per token, from the rows.
     """
+    of_tokens = rows.targets if targets is None else targets
+    assert of_tokens is not None
     return RaggedExamples(
         rows.ids,
         rows.offsets,
-        targets,
+        of_tokens,
         limit,
-        documents=rows.documents,
+        each_token=targets is None,
+        documents=None if targets is None else rows.documents,
         known_vocabulary=rows.vocabulary_size,
     )
 

@@ -77,7 +77,7 @@ def segmentation(
     in train/ and test/. Images are treated as by the task `images`; masks are resized to the nearest pixel.
     """
     normalize = normalization(mean, std, channels)
-    source = load_dataset(path, key, config, test, _folders(Path(path), image, mask))
+    source = load_dataset(path, key, config, test, mask_folders(Path(path), image, mask))
     source, _ = limit_rows(source, limit, key)
     columns = source.train.columns(image, mask)
     pictures, masks = (
@@ -109,7 +109,7 @@ def _each_part(pictures: Dataset, masks: Dataset) -> list[tuple[DatasetPart, Dat
     return [(pictures.train, masks.train), (pictures.test, masks.test)]
 
 
-def _folders(path: Path, image: str, mask: str) -> dict[str, Opener] | None:
+def mask_folders(path: Path, image: str = "image", mask: str = "mask") -> dict[str, Opener] | None:
     """Find images/ and masks/, below train/ and test/ or not; None if the path has another layout, such as a table."""
     if any(file.suffix.lstrip(".") in TABLES for file in path.glob("*")):
         return None

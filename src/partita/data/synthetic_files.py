@@ -197,3 +197,41 @@ def _places(draws: np.random.Generator, size: int) -> list[tuple[int, int]]:
     """Draw the corners of two digits that do not touch, one in each half of the canvas."""
     half = size // 2
     return [(int(draws.integers(0, size - 16 + 1)), left) for left in (0, half)]
+
+
+NUMBERS = (
+    "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
+    "fourteen", "fifteen", "sixteen",
+)  # fmt: skip
+DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
+SCHOOLS = {"days": DAYS, "months": MONTHS, "numbers": NUMBERS}  # what the pupils of each school mostly ask about
+CONVERSATION_WORDS = (*DAYS, *MONTHS, *NUMBERS, "after", "and", "before", "comes", "that", "what", "?", ".")
+
+
+def write_conversations(folder: Path, key: Key, conversations: int = 600) -> None:
+    """Write train.jsonl: conversations about what comes before or after a day, a month or a number, and the school.
+
+    Half of the conversations go on with a second question that only the first answer explains.
+
+    Args:
+        folder: Folder to create.
+        key: Key for all random draws.
+        conversations: Number of conversations.
+    """
+    draws = np.random.default_rng(key.seed())
+    folder.mkdir(parents=True)
+    with (folder / "train.jsonl").open("x", encoding="utf-8") as file:
+        for number in range(conversations):
+            school = tuple(SCHOOLS)[number % len(SCHOOLS)]
+            topic = school if draws.random() < 0.8 else str(draws.choice(tuple(SCHOOLS)))
+            step = int(draws.choice((-1, 1)))
+            side, words = ("before", "after")[step > 0], SCHOOLS[topic]
+            place = int(draws.integers(len(words)))
+            first, second, third = (words[(place + each * step) % len(words)] for each in range(3))
+            turns = [f"what comes {side} {first} ?", f"{second} comes {side} {first} ."]
+            if draws.integers(2):
+                turns += [f"and {side} that ?", f"{third} comes {side} {second} ."]
+            messages = [
+                {"role": ("user", "assistant")[place % 2], "content": content} for place, content in enumerate(turns)
+            ]
+            file.write(json.dumps({"messages": messages, "school": school}) + "\n")

@@ -18,10 +18,12 @@ from partita.core.data import Batch, ClientData, Examples, NewClasses
 from partita.core.options import Range
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
+from partita.data.choice_examples import ChoiceExamples
 from partita.data.client_ids import NamedClients
 from partita.data.errors import DataError
 from partita.data.image_reader import ImagesOnDisk
 from partita.data.loading import Columns
+from partita.data.packing import pack
 from partita.data.ragged import RaggedExamples
 from partita.data.seq2seq_examples import Seq2SeqExamples
 from partita.tasks import IMAGE, Normalization, TaskKind
@@ -79,7 +81,7 @@ class Table:
         return Table(inputs, self.targets.to(device), self.transform)
 
 
-Rows = Table | ImagesOnDisk | RaggedExamples | Seq2SeqExamples
+Rows = Table | ImagesOnDisk | RaggedExamples | Seq2SeqExamples | ChoiceExamples
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +102,11 @@ class Subset:
         """The document of each example, (example,); None if examples are documents."""
         documents = getattr(self.table, "documents", None)
         return None if documents is None else documents[self.indices]
+
+    def take_choices(self, indices: Tensor) -> tuple[Batch, Tensor, Tensor]:
+        """Return questions with all their choices, as `ChoiceExamples` does."""
+        assert isinstance(self.table, ChoiceExamples)
+        return self.table.take_choices(self.indices[indices])
 
     def prefetch(self, indices: Tensor) -> None:
         """Start to read the examples if the table reads ahead."""
@@ -126,6 +133,7 @@ class Task:
         notes: What a user should know about the data, recorded with the run: what was cut, what is read from disk.
         test_columns: For each column, one value per test row. Scores by subgroup read them.
         new: Test examples of classes that are not in `classes`; None if there are none.
+        packed: Whether each client trains on rows that hold several of its examples.
 
     Raises:
         DataError: If a column does not have one value per row.
@@ -145,6 +153,7 @@ class Task:
     notes: tuple[str, ...] = ()
     test_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     new: NewClasses | None = None
+    packed: bool = False
 
     def __post_init__(self) -> None:
         for part, rows, columns in (
@@ -172,7 +181,9 @@ class Task:
     @property
     def max_tokens(self) -> int:
         """Number of tokens of the longest padded batch; 0 for inputs that are not text."""
-        return max(table.width() if isinstance(table, RaggedExamples) else 0 for table in (self.train, self.test))
+        tables = [table for table in (self.train, self.test) if isinstance(table, RaggedExamples | ChoiceExamples)]
+        widths = [table.limit if self.packed and table is self.train else table.width() for table in tables]
+        return max(widths, default=0)
 
     def labels(self) -> Ints:
         """Return the class of each train row that a split assigns, (row,).
@@ -193,8 +204,8 @@ class Task:
 
 def text_task(
     name: str,
-    train: RaggedExamples | Seq2SeqExamples,
-    test: RaggedExamples | Seq2SeqExamples,
+    train: RaggedExamples | Seq2SeqExamples | ChoiceExamples,
+    test: RaggedExamples | Seq2SeqExamples | ChoiceExamples,
     classes: tuple[str, ...],
     columns: Mapping[str, NDArray[Any]],
     kind: TaskKind,
@@ -341,7 +352,7 @@ class Federation:
         else:
             position = self.clients.index(client)
         train, validation, test = (Subset(self.task.train, rows) for rows in self.parts[position])
-        return ClientData(train, validation, test)
+        return ClientData(pack(train) if self.task.packed else train, validation, test)
 
     @property
     def test(self) -> Examples:

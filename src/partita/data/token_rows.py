@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,7 +21,7 @@ from partita.data.cache import cached
 
 FORMAT = "1"  # change it if the same texts would give other rows
 IN_MEMORY_UP_TO = 2**24  # bytes of text; larger sets take so long to tokenize that later runs should reuse the tokens
-IDS, OFFSETS, DOCUMENTS, ABOUT = "ids", "offsets.npy", "documents.npy", "about.json"
+IDS, TARGETS, OFFSETS, DOCUMENTS, ABOUT = "ids", "targets", "offsets.npy", "documents.npy", "about.json"
 
 TextMemory = Annotated[
     NotNegative | Literal["auto"],
@@ -38,11 +39,13 @@ class Chunk:
         ids: Tokens of all rows, (token,).
         lengths: Tokens of each row, (row,).
         documents: Document of each row, (row,), counted from the first of the part; None if rows are documents.
+        targets: Target of each token, (token,); None if the tokens have none.
     """
 
     ids: Int32s
     lengths: NDArray[np.int64]
     documents: NDArray[np.int64] | None = None
+    targets: Int32s | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +57,7 @@ class TokenRows:
     documents: Tensor | None  # (row,)
     vocabulary_size: int
     cut: CutCounter
+    targets: Tensor | None = None  # (token,)
 
 
 @dataclass
@@ -113,6 +117,7 @@ def collect(chunks: Callable[[CutCounter], Iterator[Chunk]], key: str) -> TokenR
             torch.from_numpy(np.load(folder / DOCUMENTS, allow_pickle=False)) if about["documents"] else None,
             about["vocabulary_size"],
             CutCounter(**about["cut"]),
+            _map(folder / TARGETS) if (folder / TARGETS).is_file() else None,
         )
     cut = CutCounter()
     made = list(chunks(cut))
@@ -123,15 +128,20 @@ def collect(chunks: Callable[[CutCounter], Iterator[Chunk]], key: str) -> TokenR
         _joined(chunk.documents for chunk in made),
         int(ids.max(initial=-1)) + 1,
         cut,
+        _joined(chunk.targets for chunk in made),
     )
 
 
 def _write(folder: Path, chunks: Callable[[CutCounter], Iterator[Chunk]]) -> None:
     kept, largest, cut = list[Chunk](), -1, CutCounter()
     none = np.empty(0, np.int32)
-    with (folder / IDS).open("wb") as ids:
+    with ExitStack() as files:
+        ids, targets = files.enter_context((folder / IDS).open("wb")), None
         for chunk in chunks(cut):
             chunk.ids.tofile(ids)
+            if chunk.targets is not None:
+                targets = targets or files.enter_context((folder / TARGETS).open("wb"))
+                chunk.targets.tofile(targets)
             largest = max(largest, int(chunk.ids.max(initial=-1)))
             kept.append(Chunk(none, chunk.lengths, chunk.documents))
     np.save(folder / OFFSETS, _offsets(kept))

@@ -6,28 +6,45 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from partita.core import tensors
-from partita.core.data import Examples, PrefetchingExamples
+from partita.core.data import IGNORE_INDEX, Examples, PrefetchingExamples
 from partita.core.model import Model
 from partita.core.tensors import Tensors
 from partita.evaluation import metrics
+from partita.evaluation.answers import Answers, Choices, last_answers
 from partita.evaluation.documents import document_predictions
-from partita.evaluation.generation import GeneratedText, ModelPredictions
+from partita.evaluation.generation import GeneratedText, ModelPredictions, ScoredChoices
 from partita.evaluation.metrics import Accuracy, EvaluationError, Evaluator, Metric, Predictions
 from partita.evaluation.segmentation import Segmentation
 
-__all__ = ["ACCURACY", "METRIC_NAMES", "Evaluation", "EvaluationError", "Evaluator", "Metric", "evaluate", "score"]
+__all__ = [
+    "ACCURACY",
+    "METRIC_NAMES",
+    "Evaluation",
+    "EvaluationError",
+    "Evaluator",
+    "Metric",
+    "evaluate",
+    "sample_texts",
+    "score",
+]
 
 ACCURACY = Accuracy()
 METRIC_NAMES = tuple(
     dict.fromkeys(
         (
             *metrics.METRIC_NAMES,
-            *(metric.name for evaluator in (GeneratedText, Segmentation) for metric in evaluator.metrics),
+            *(
+                metric.name
+                for evaluator in (GeneratedText, Answers, Choices, Segmentation)
+                for metric in evaluator.metrics
+            ),
         )
     )
 )
@@ -117,7 +134,11 @@ def _predictions(model: Model, params: Tensors, examples: Examples, size: int) -
         inputs, targets = tensors.to(batch.inputs, device), batch.targets.to(device)
         out = model(params, inputs)
         yield ModelPredictions(
-            out.logits, targets, model.losses(out, targets), partial(_generate, model, params, inputs, targets)
+            out.logits,
+            targets,
+            model.losses(out, targets),
+            partial(_generate, model, params, inputs, targets),
+            partial(_score_choices, model, params, examples, indices, size),
         )
 
 
@@ -125,5 +146,55 @@ def _generate(
     model: Model, params: Tensors, inputs: Tensors, targets: Tensor, examples: int, max_new_tokens: int
 ) -> tuple[list[str], list[str]]:
     """Generate texts for the first examples of a batch, and return them with the target texts."""
-    first = {name: value[:examples] for name, value in inputs.items()}
-    return model.generate(params, first, max_new_tokens), model.decode(targets[:examples])
+    read, wanted = _prompts({name: value[:examples] for name, value in inputs.items()}, targets[:examples])
+    return model.generate(params, read, max_new_tokens), model.decode(wanted)
+
+
+def _prompts(inputs: Tensors, targets: Tensor) -> tuple[Tensors, Tensor]:
+    """Return what a model reads to generate a text, and the target texts. A decoder's own inputs hold its answer."""
+    return (inputs, targets) if "decoder_input_ids" in inputs else last_answers(inputs, targets)
+
+
+def sample_texts(
+    model: Model, params: Tensors, examples: Examples, count: int, max_new_tokens: int
+) -> list[tuple[str, str, str]]:
+    """Generate texts for the first examples.
+
+    Args:
+        model: The model.
+        params: All its parameters, on the device to generate on.
+        examples: Examples of a task that generates texts.
+        count: The number of examples, if there are so many.
+        max_new_tokens: Maximum number of tokens of a text.
+
+    Returns:
+        For each example, what the model reads, the target text, and the generated text.
+    """
+    count = min(count, len(examples))
+    if not count:
+        return []
+    device = next(iter(params.values())).device
+    batch = examples.take(torch.arange(count))
+    read, wanted = _prompts(tensors.to(batch.inputs, device), batch.targets.to(device))
+    ids = read["input_ids"].masked_fill(read["attention_mask"] == 0, IGNORE_INDEX)
+    texts = model.generate(params, read, max_new_tokens)
+    return list(zip(model.decode(ids), model.decode(wanted), texts, strict=True))
+
+
+@torch.inference_mode()
+def _score_choices(model: Model, params: Tensors, examples: Any, indices: Tensor, size: int) -> ScoredChoices:
+    """Score all choices of some questions, at most `size` choices at a time."""
+    batch, counts, right = examples.take_choices(indices)
+    device = next(iter(params.values())).device
+    tokens = (batch.targets != IGNORE_INDEX).sum(1)  # (choice,)
+    likelihoods = []
+    for rows in torch.arange(len(tokens)).split(size):
+        inputs = tensors.to({name: value[rows] for name, value in batch.inputs.items()}, device)
+        losses = model.losses(model(params, inputs), batch.targets[rows].to(device))
+        likelihoods.append(-losses.double().cpu() * tokens[rows])
+    of_question = torch.cat(likelihoods).split(counts.tolist())
+    return ScoredChoices(
+        pad_sequence(of_question, True, -torch.inf),
+        pad_sequence(tokens.split(counts.tolist()), True, 1),
+        right,
+    )

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import ClassVar
 
 from torch import Tensor
 
-from partita.core.data import IGNORE_INDEX
-from partita.evaluation.metrics import LOSS, PERPLEXITY, EvaluationError, Evaluator, Metric, Predictions
+from partita.evaluation.metrics import LOSS, PERPLEXITY, EvaluationError, MeanPerToken, Metric, Predictions
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 ROUGE_L = Metric("rougeL")
+EXACT_MATCH = Metric("exact_match")
+
+
+@dataclass(frozen=True)
+class ScoredChoices:
+    """The choices of several questions.
+
+    Attributes:
+        likelihoods: The log-likelihood of each choice, (question, choice); minus infinity for choices that a question
+            does not have.
+        tokens: The number of tokens of each choice, (question, choice).
+        right: The place of the right choice, (question,).
+    """
+
+    likelihoods: Tensor
+    tokens: Tensor
+    right: Tensor
 
 
 @dataclass(frozen=True)
@@ -24,9 +39,11 @@ class ModelPredictions(Predictions):
     Attributes:
         generate: Generates texts for the first examples of the batch. It takes their number and the maximum number of
             tokens, and returns the texts with the target texts. Nothing is generated until it is called.
+        score_choices: Scores all choices of the questions of the batch. Only for examples with choices.
     """
 
     generate: Callable[[int, int], tuple[list[str], list[str]]]
+    score_choices: Callable[[], ScoredChoices]
 
 
 @dataclass(frozen=True)
@@ -51,7 +68,7 @@ class GeneratedText:
     metrics: ClassVar[tuple[Metric, ...]] = (
         *map(Metric, ROUGE[:2]),
         ROUGE_L,
-        Metric("exact_match"),
+        EXACT_MATCH,
         LOSS,
         PERPLEXITY,
     )
@@ -68,27 +85,25 @@ class GeneratedText:
         self.check()
         texts: list[str] = []
         truths: list[str] = []
-        total, count = 0.0, 0
+        mean = MeanPerToken()
         for batch in batches:
-            counts = (batch.targets != IGNORE_INDEX).sum(1)  # (example,)
-            total += float((batch.losses * counts).sum())
-            count += int(counts.sum())
-            wanted = len(counts) if self.examples is None else min(len(counts), self.examples - len(texts))
+            mean.add(batch)
+            count = len(batch.targets)
+            wanted = count if self.examples is None else min(count, self.examples - len(texts))
             if wanted > 0:
                 assert isinstance(batch, ModelPredictions), "evaluate() gives predictions that can generate"
                 generated, targets = batch.generate(wanted, self.max_new_tokens)
                 texts += generated
                 truths += targets
-        loss = total / count
-        return {
-            **rouge(texts, truths),
-            "exact_match": sum(a.strip() == b.strip() for a, b in zip(texts, truths, strict=True)) / len(texts),
-            "loss": loss,
-            "perplexity": math.exp(loss) if loss < 700 else math.inf,
-        }
+        return {**rouge(texts, truths), "exact_match": exact_match(texts, truths), **mean.scores()}
 
     def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
         return None
+
+
+def exact_match(texts: Sequence[str], truths: Sequence[str]) -> float:
+    """Return the share of texts that equal their target, apart from white space at both ends."""
+    return sum(text.strip() == truth.strip() for text, truth in zip(texts, truths, strict=True)) / len(texts)
 
 
 def rouge(texts: Sequence[str], truths: Sequence[str]) -> dict[str, float]:
@@ -106,20 +121,3 @@ def rouge(texts: Sequence[str], truths: Sequence[str]) -> dict[str, float]:
     scorer = rouge_scorer.RougeScorer(ROUGE, tokenizer=words)
     rows = [scorer.score(truth, text) for text, truth in zip(texts, truths, strict=True)]
     return {name: sum(row[name].fmeasure for row in rows) / len(rows) for name in ROUGE}
-
-
-def with_generation(evaluator: Evaluator, max_new_tokens: int | None, examples: int | None) -> Evaluator:
-    """Return the evaluator with these settings of generation. None keeps a setting.
-
-    Raises:
-        EvaluationError: If the task generates no text but a setting is given, or if rouge-score is not installed.
-    """
-    given = {"max_new_tokens": max_new_tokens, "examples": examples}
-    changes = {name: value for name, value in given.items() if value is not None}
-    if isinstance(evaluator, GeneratedText):
-        evaluator.check()
-        return replace(evaluator, **changes)
-    if changes:
-        key = "evaluate.max_new_tokens" if "max_new_tokens" in changes else "evaluate.generate_examples"
-        raise EvaluationError(f"{key} is set, but this task generates no text; remove it, or use data.name = 'seq2seq'")
-    return evaluator

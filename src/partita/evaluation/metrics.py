@@ -207,7 +207,7 @@ class Entities:
     batch: ClassVar[int] = 64
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        scheme, mean = TagScheme(self.tags), _MeanPerToken()
+        scheme, mean = TagScheme(self.tags), MeanPerToken()
         counts = [Counts() for _ in scheme.types]
         right = 0
         for batch in batches:
@@ -235,10 +235,10 @@ class NextToken:
     batch: ClassVar[int] = 16  # logits are as wide as the vocabulary
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        mean = _MeanPerToken()
+        mean = MeanPerToken()
         for batch in batches:
             mean.add(batch)
-        return {"loss": mean.value, "perplexity": math.exp(mean.value) if mean.value < 700 else math.inf}
+        return mean.scores()
 
     def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
         return None
@@ -313,7 +313,7 @@ class Calibration:
         return {**accuracy, "ece": float(gaps.abs().sum()) / len(right)}
 
 
-class _MeanPerToken:
+class MeanPerToken:
     """Turns per-example mean losses into the mean over all tokens."""
 
     def __init__(self) -> None:
@@ -327,6 +327,10 @@ class _MeanPerToken:
     @property
     def value(self) -> float:
         return self.total / self.count
+
+    def scores(self) -> dict[str, float]:
+        """Return "loss" and its exponential, "perplexity"."""
+        return {"loss": self.value, "perplexity": math.exp(self.value) if self.value < 700 else math.inf}
 
 
 def _gathered(batches: Iterator[Predictions]) -> tuple[Tensor, Tensor, float]:

@@ -36,11 +36,12 @@ from partita.engines.autotune import (
 from partita.engines.availability import Availability, read_trace
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import Evaluator
-from partita.evaluation.generation import with_generation
+from partita.evaluation.answers import with_generation
 from partita.evaluation.own_metrics import with_own_metrics
 from partita.experiment import early_stopping
 from partita.experiment.config import Config, EngineConfig, FederationConfig, shared_digest
 from partita.experiment.config_code import check_recorded
+from partita.experiment.samples import check_samples
 from partita.experiment.subgroups import Groups, find_groups
 from partita.experiment.tracking import TRACKERS
 from partita.methods.client_ranks import rank_by_client
@@ -104,7 +105,7 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     raw_model = build_model(config.model, method, raw_federation.task, key)
     if config.model.get("frozen") and not raw_model.initial:
         raise RunError(
-            "model.frozen leaves no parameter to train; freeze fewer tags, or train an adapter: method.name = 'lora'"
+            "model.frozen leaves no parameter to train; freeze fewer tags, or train an adapter: [model.adapter]"
         )
     _check_class_loss(config, raw_federation.task)
     _check_augmentation(config, raw_federation.task)
@@ -116,6 +117,10 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     drops = config.training.dropout and raw_model.uses_dropout()
     if raw_federation.task.new:
         raw_model.for_classes(raw_federation.task.new.classes)  # refuses before any training if it cannot
+    if config.engine.cache_frozen and raw_federation.task.packed:
+        raise RunError(
+            "data.pack and engine.cache_frozen are both set; the cache holds single examples, so leave one of them out"
+        )
     if config.engine.cache_frozen:
         model, federation = _cached(raw_model, raw_federation)
         if drops:
@@ -149,6 +154,7 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     evaluator = with_generation(task.kind.evaluator(task.classes), wanted.max_new_tokens, wanted.generate_examples)
     evaluator = with_own_metrics(evaluator, wanted.metrics)
     early_stopping.check(config, evaluator, federation, guard)
+    check_samples(wanted.samples, run, model, task, federation.clients[0])
     subgroups = find_groups(task, config.evaluate.subgroups)
     return Experiment(
         config, run, model, federation, availability, device, block, evaluator, guard, graphs, reason, subgroups
@@ -221,6 +227,11 @@ def build_run(
         raise RunError(
             "privacy.unit = 'example' would hide one window of a text, not the text; set data.long_texts to 'cut' or "
             "'error', or privacy.unit to 'client'"
+        )
+    if config.privacy.unit == "example" and federation.task.packed:
+        raise RunError(
+            "privacy.unit = 'example' would hide a packed row of several examples, not an example; set data.pack to "
+            "false, or privacy.unit to 'client'"
         )
     sizes = {client: len(federation[client].train) for client in federation.clients}
     guard = make_private(run, model, sizes, config.privacy)

@@ -222,8 +222,13 @@ class EvaluateConfig:
     generate_examples: Annotated[
         Count | None,
         "generate texts for at most this many examples of a test set, the first ones; tasks that generate only; left "
-        "out: all",
+        "out: all with `seq2seq`, none with `chat`",
     ] = None
+    samples: Annotated[
+        Annotated[int, Range(low=0, high=100)],
+        "record this many examples of the central test set, in full, with the answers before and after training, and "
+        "show them in reports; tasks that generate only",
+    ] = 0
     subgroups: Annotated[
         str | None, "column of the central test set; the task's own metric is recorded for each of its values"
     ] = None

@@ -38,9 +38,10 @@ from partita.storage.checkpoint import BEST
 CONFIG, ROWS, PLAN, ENVIRONMENT, RESULT = "config.toml", "rows.jsonl", "plan.json", "environment.json", "result.json"
 SPLIT, CHECKSUMS, CHECKPOINTS, CLIENTS = "split.json", "checksums.json", "checkpoints", "clients"
 PRIVACY, AUDIT, REPORT, LOCK = "privacy.json", "audit.json", "report.html", ".lock"
+SAMPLES = "samples.json"
 EXTENSION = "extension.json"  # only while files are replaced to extend the run
 IDENTITY = "run"  # entry in the checksums of an extended run: its identity, which is that of the shorter run
-OUTDATED = (RESULT, AUDIT)  # files about the run as it was before an extension
+OUTDATED = (RESULT, AUDIT, SAMPLES)  # files about the run as it was before an extension
 REMEDY = "restore it from a copy, or start a new run in another folder"
 
 
@@ -305,6 +306,7 @@ def remove_run(folder: Path) -> None:
         ROWS,
         AUDIT,
         REPORT,
+        SAMPLES,
         PRIVACY,
         str(secret.FILE),
         SPLIT,

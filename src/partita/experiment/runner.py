@@ -29,6 +29,7 @@ from partita.experiment.config import Config, differences, load_recorded
 from partita.experiment.config_code import code_copies
 from partita.experiment.reply_counter import OnReply, ReplyCounter
 from partita.experiment.round_log import Row, log_round, restore_history, stages, why_stop
+from partita.experiment.samples import sample_answers
 from partita.experiment.split_record import describe_split
 from partita.experiment.tracking import open_trackers
 from partita.experiment.trusted_code import trust
@@ -364,6 +365,9 @@ def run_rounds(
         **({"best": {"after": best}} if (best := history.best(experiment)) else {}),
     }
     if run_folder.finished(folder) is None:
+        if config.evaluate.samples:
+            samples = sample_answers(experiment, server.params)
+            run_folder.write_json(folder / run_folder.SAMPLES, {"samples": samples})
         run_folder.write_json(folder / run_folder.RESULT, summary)
 
 

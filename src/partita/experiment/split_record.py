@@ -8,6 +8,7 @@ import torch
 
 from partita.core.data import TableExamples
 from partita.data import Federation
+from partita.data.packing import PackedExamples
 
 MAX_CLIENTS = 200  # clients that are recorded, so that ten thousand cost no more
 MAX_CLASSES = 100  # with more classes, only sizes are recorded
@@ -28,9 +29,10 @@ def describe_split(federation: Federation) -> dict[str, Any] | None:
     clients = []
     for name in federation.clients[:MAX_CLIENTS]:
         data = federation[name]
-        sizes = {"train": len(data.train), "validation": len(data.validation), "test": len(data.test)}
-        assert isinstance(data.train, TableExamples)
-        labels = {"labels": _label_counts(federation, data.train)} if counted else {}
+        train = data.train.examples if isinstance(data.train, PackedExamples) else data.train
+        assert isinstance(train, TableExamples)
+        sizes = {"train": len(train), "validation": len(data.validation), "test": len(data.test)}
+        labels = {"labels": _label_counts(federation, train)} if counted else {}
         clients.append({"name": name, **sizes, **labels})
     if not any(client["train"] for client in clients):
         return None

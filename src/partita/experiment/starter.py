@@ -15,9 +15,11 @@ from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.inspection import Findings
 from partita.data.synthetic_files import (
+    CONVERSATION_WORDS,
     DATE_WORDS,
     STATEMENT_WORDS,
     WORDS,
+    write_conversations,
     write_dates,
     write_notes,
     write_pictures,
@@ -28,16 +30,24 @@ from partita.experiment.config import ConfigError, headings, parse
 from partita.experiment.reference import about, keys_under
 from partita.methods import NEEDS_DUAL_ENCODER
 
-EXAMPLES = ("clinical", "dates", "digits", "prompts", "scenes", "statements", "ten_thousand")
+EXAMPLES = ("chat", "clinical", "dates", "digits", "prompts", "scenes", "statements", "ten_thousand")
 # Folders that an example's config names, which are written with it.
 FOLDERS = {
+    "chat": ("conversations", "tiny-llama"),
     "clinical": ("notes", "tiny-encoder"),
     "dates": ("dates", "tiny-t5"),
     "prompts": ("pictures",),
     "scenes": ("scenes", "tiny-segformer"),
     "statements": ("statements", "tiny-encoder"),
 }
-ENCODER, DECODER = "distilbert/distilbert-base-uncased", "distilbert/distilgpt2"
+ENCODER = "distilbert/distilbert-base-uncased"
+# The model for a task, if no other is given; `ENCODER` for all other texts.
+DEFAULT_MODELS = {
+    "lm": "distilbert/distilgpt2",
+    "chat": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "seq2seq": "google-t5/t5-small",
+    "segmentation": "nvidia/mit-b0",
+}
 CLIENTS = 4
 BUILT_IN = ("digits", "synthetic")  # tasks without a path
 
@@ -71,7 +81,7 @@ def config_for(
     split: dict[str, Any] = {"name": "iid", "clients": clients or CLIENTS}
     if by_site and findings is not None:
         split = {"name": "by_column", "column": findings.site}
-    pretrained = model is not None or not image
+    pretrained = model is not None or not image or data["name"] in DEFAULT_MODELS
     return {
         "rounds": 10,
         "data": data,
@@ -85,6 +95,7 @@ def config_for(
 def _data(findings: Findings, model: str | None, longest: int | None) -> dict[str, Any]:
     table: dict[str, Any] = {"name": findings.task, "path": findings.path, **findings.roles}
     if "image" in findings.roles:
+        model = model or DEFAULT_MODELS.get(str(findings.task))
         table["size"] = 32 if model is None else _image_size(model)
     elif findings.task == "lm":
         table |= {"block_size": min(128, longest or 128)} | ({"group": findings.site} if findings.site else {})
@@ -106,9 +117,9 @@ def _image_size(model: str) -> int:
 def _model(task: str, path: str | None, image: bool, method: str) -> dict[str, Any]:
     if any(part in NEEDS_DUAL_ENCODER for part in method.split("+")):
         return {"name": "clip", **({"path": path} if path else {"shape": "tiny"})}
-    if path is None and image:
+    if path is None and image and task not in DEFAULT_MODELS:
         return {"name": "vit", "layers": 2, "width": 64, "patch": 4 if task in BUILT_IN else 8}
-    return {"name": "pretrained", "path": path or (DECODER if task == "lm" else ENCODER)}
+    return {"name": "pretrained", "path": path or DEFAULT_MODELS.get(task, ENCODER)}
 
 
 def to_commented_toml(raw: Mapping[str, Any], introduction: str = "") -> str:
@@ -174,7 +185,12 @@ def write_example(name: str, file: Path) -> list[Path]:
             raise ConfigError(f"{path} exists already; move it away, or run this in an empty folder")
     write_new(file, files("partita").joinpath("examples", f"{name}.toml").read_text(encoding="utf-8"))
     key = Key(0) / "example"
-    if name == "clinical":
+    if name == "chat":
+        from partita.models.tiny_decoder import write_tiny_decoder
+
+        write_conversations(folders[0], key / "conversations")
+        write_tiny_decoder(folders[1], CONVERSATION_WORDS, key / "model")
+    elif name == "clinical":
         from partita.models.tiny_encoder import write_tiny_encoder
 
         write_notes(folders[0], key / "notes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from inspect import signature
 from typing import Annotated, Any
 
 from partita.core.model import Model
@@ -47,5 +48,9 @@ def build(
     wanted = None if adapter is None else asdict(adapter_options(adapter))
     make = find_function(INDEX, name, "model")
     options = validate_options(make, options, "model", given=["task", "key"], name=name, others=("adapter",))
+    if wanted is not None and "frozen" in signature(make).parameters:
+        # Frozen when loaded: otherwise, memory would hold a copy of the base to train.
+        has_head = wanted["head"] and task.kind.outputs != "vocabulary"
+        options["frozen"] = (*options.get("frozen", ()), "base" if has_head else "all")
     model: Model = call(make, (Model,), name, "model", task, key, **options)
     return model if wanted is None else model.adapted(wanted.pop("kind"), key / "adapter", **wanted)

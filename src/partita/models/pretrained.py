@@ -27,7 +27,7 @@ from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
 from partita.models import ModelError, split_qkv
 from partita.models.adapter import FunctionalModel, from_module, frozen_parameters, without_logs
-from partita.models.architectures import forward_of, head_names
+from partita.models.architectures import ARCHITECTURES, architecture, forward_of, head_names
 from partita.models.quantization import Mode, quantizable, stored_bytes
 from partita.tasks import KINDS, TaskInfo
 
@@ -71,6 +71,7 @@ def pretrained(
     if kind.inputs == "image":
         check_images(path, config, task)
     _check_tokens(path, config, task)
+    _check_packing(path, config, task)
     if prompt is not None and (
         config.model_type != "clip" or (kind.inputs, kind.outputs) != ("image", "classes") or "{}" not in prompt
     ):
@@ -249,6 +250,26 @@ def _check_tokens(path: str, config: Any, task: TaskInfo) -> None:
         raise ModelError(
             f"the task has rows of {task.max_tokens} tokens, but '{path}' has {positions} positions; lower "
             "data.max_length (data.block_size for 'lm')"
+        )
+
+
+def _check_packing(path: str, config: Any, task: TaskInfo) -> None:
+    """Raise a ModelError if examples that are packed into one row would attend to one another."""
+    if not task.packed:
+        return
+    kind = config.model_type
+    if not architecture(kind).packs:
+        known = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if each.packs))
+        raise ModelError(
+            f"data.pack = true needs a model that keeps the examples of a row apart, which partita knows of {known}, "
+            f"but '{path}' is a '{kind}'; set data.pack = false, or use one of them"
+        )
+    types = getattr(config, "layer_types", None) or ["sliding_attention"]
+    window = getattr(config, "sliding_window", None) if "sliding_attention" in types else None
+    if window and window < task.max_tokens:
+        raise ModelError(
+            f"'{path}' has layers that attend to the last {window} tokens only, which packed rows of "
+            f"{task.max_tokens} tokens do not support; set data.pack = false, or data.max_length to at most {window}"
         )
 
 

@@ -31,6 +31,7 @@ class AnyTask:
     size: int = 224
     vocabulary_size: int = 0
     max_tokens: int = 0
+    packed: bool = False
     tokenizer: Any = None
     normalization: Normalization | None = None
 

@@ -148,6 +148,12 @@ OUTSIDE_ROWS: Mapping[str, Quantity] = {
     ),
     "digest": Quantity("noised", "named", "a checksum of the server's tensors and the clients' own"),
     "audit.json": Quantity("named", "named", "attacks are measured on raw examples: do not publish it with the run"),
+    "samples.json": Quantity(
+        "named",
+        "named",
+        "texts of the central test set in full, which the guarantee does not cover, and answers of the noised model; "
+        "written only with evaluate.samples",
+    ),
     "site logs": Quantity("named", "named", "the contents of a site's own logs"),
     "frozen features": Quantity(
         "public", "public", "a cache of frozen layers stays with the examples that it was computed from"

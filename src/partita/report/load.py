@@ -46,6 +46,7 @@ class RunRecord:
     privacy: Mapping[str, Any] = field(default_factory=dict)  # the guarantee; empty if there is none
     audit: Mapping[str, Any] = field(default_factory=dict)  # results of attacks; empty if there were none
     split: Mapping[str, Any] = field(default_factory=dict)  # what clients hold; empty if it was not recorded
+    samples: tuple[Mapping[str, str], ...] = ()  # test examples with answers; empty if none were recorded
     config_text: str = ""  # the config as it was written
     stopped: str = ""  # why and when the run stopped before its last round; empty if it did not
 
@@ -91,6 +92,7 @@ def load_run(folder: Path | str) -> RunRecord:
         privacy=_json(folder / "privacy.json", schema.PRIVACY),
         audit=_json(folder / "audit.json", schema.AUDIT),
         split=_json(folder / "split.json", schema.split),
+        samples=tuple(_json(folder / "samples.json", schema.SAMPLES).get("samples", ())),
         config_text=config_text,
         stopped=_stopped(folder / "result.json"),
     )

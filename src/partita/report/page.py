@@ -50,6 +50,7 @@ def page(
         _header(records, title),
         _comparison(records, compare(records, target, metric)),
         score_details.details_section(records),
+        sections.samples_section(records),
         sections.split_section(records),
         sections.figures_section(records, metric_of(records, metric).name),
         sections.layers_section(records),

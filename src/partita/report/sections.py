@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 CLIENTS_OPEN = 12  # a table of more clients is collapsed
 CLIENTS_LISTED = 500
 LAYERS_LISTED = 32
+SAMPLE_LENGTH = 1000  # characters of a sample text that are shown
 
 
 def figures_section(records: Sequence[RunRecord], metric: str) -> str:
@@ -109,6 +110,29 @@ def _clients_table(records: Sequence[RunRecord], name: str) -> str:
 def _by_number(name: str) -> list[tuple[int, str]]:
     """Sort c2 before c10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,15})", name)]
+
+
+def samples_section(records: Sequence[RunRecord]) -> str:
+    """Return the section with answers to some test examples, before and after training; "" if none were recorded."""
+    tables = []
+    for label, runs in by_label(records).items():
+        run = next((run for run in runs if run.samples), None)
+        if run is None:
+            continue
+        keys = ("prompt", "reference", "before", "after")
+        body = [[_shortened(sample[key]) for key in keys] for sample in run.samples]
+        table = html_table(("prompt", "reference", "before training", "after training"), body)
+        tables.append(f"<h3>{escape(f'{label}, seed {run.seed}')}</h3>\n{table}")
+    if not tables:
+        return ""
+    note = (
+        "Examples of the central test set, with the answers that the model generates, always the most probable token."
+    )
+    return f"<section>\n<h2>Samples</h2>\n<p>{note}</p>\n{''.join(tables)}</section>\n"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SAMPLE_LENGTH else f"{text[:SAMPLE_LENGTH]}…"
 
 
 def split_section(records: Sequence[RunRecord]) -> str:

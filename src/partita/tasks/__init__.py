@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from partita.evaluation.answers import Answers, Choices
 from partita.evaluation.generation import GeneratedText
 from partita.evaluation.metrics import Accuracy, Entities, Evaluator, MultiLabel, NextToken, Regression, SingleLabel
 from partita.evaluation.segmentation import Segmentation
@@ -41,7 +42,7 @@ class TaskKind:
         name: Name for error messages.
         inputs: "image": "pixel_values" (example, channel, size, size).
             "text": "input_ids" and "attention_mask" (example, token). Pairs of texts may also have "token_type_ids",
-            and sequence to sequence has "decoder_input_ids".
+            sequence to sequence has "decoder_input_ids", and packed rows have "position_ids" and "segment_ids".
         head: What the model predicts. Selects the forward function of an architecture.
         auto_class: Class of transformers that loads a pretrained model with this head.
         loss: Loss of each example.
@@ -95,6 +96,11 @@ class TaskInfo(Protocol):
     @property
     def max_tokens(self) -> int:
         """Number of tokens of the longest padded batch; 0 for inputs that are not text."""
+        ...
+
+    @property
+    def packed(self) -> bool:
+        """Whether a row to train on holds several examples, which must not attend to one another."""
         ...
 
     @property
@@ -161,6 +167,24 @@ LM = TaskKind(
     evaluator=AnyClasses(NextToken()),
     outputs="vocabulary",
 )
+CHAT = TaskKind(
+    name="chat",
+    inputs="text",
+    head="lm",
+    auto_class="AutoModelForCausalLM",
+    loss=losses.token_cross_entropy,
+    evaluator=AnyClasses(Answers()),
+    outputs="vocabulary",
+)
+CHOICE = TaskKind(
+    name="choice",
+    inputs="text",
+    head="lm",
+    auto_class="AutoModelForCausalLM",
+    loss=losses.token_cross_entropy,
+    evaluator=AnyClasses(Choices()),
+    outputs="vocabulary",
+)
 IMAGE_REGRESSION = TaskKind(
     name="image regression",
     inputs="image",
@@ -210,6 +234,8 @@ KINDS = {
         TEXT_REGRESSION,
         TOKENS,
         LM,
+        CHAT,
+        CHOICE,
         SEQ2SEQ,
     )
 }

@@ -15,11 +15,27 @@ from partita.models.architectures.spec import Architecture, InputSide, head_drop
 def _state(module: Any, inputs: Tensors) -> Tensor:
     """Return the last hidden states, (example, token, width)."""
     others = dict(inputs)
+    segments = others.pop("segment_ids", None)
+    if segments is not None:
+        others["attention_mask"] = within_segments(segments)
     body = module.base_model
     # Embed here: GPT-2 would search the token ids for padding, and vmap cannot branch on values.
     embedded = body.get_input_embeddings()(others.pop("input_ids"))
     state: Tensor = body(inputs_embeds=embedded, use_cache=False, **others).last_hidden_state
     return state
+
+
+def within_segments(segments: Tensor) -> Tensor:
+    """Return the mask of packed rows, (example, 1, query, key).
+
+    A token attends to itself and to earlier tokens of its segment. Padding is a segment too, so that no token attends
+    to nothing.
+
+    Args:
+        segments: The segment of each token, (example, token).
+    """
+    same = segments.unsqueeze(-1) == segments.unsqueeze(-2)
+    return same.tril().unsqueeze(-3)
 
 
 def last_token(state: Tensor, inputs: Tensors) -> Tensor:
@@ -67,6 +83,7 @@ GPT2 = Architecture(
     heads={"text": _classes, "tokens": _tokens, "lm": _next},
     transposed=True,
     start=InputSide("input_ids", ("wte", "wpe"), "h"),
+    packs=True,
 )
 
 LLAMA = Architecture(
@@ -90,4 +107,5 @@ LLAMA = Architecture(
     ),
     heads={"text": _classes, "tokens": _tokens, "lm": _next},
     start=InputSide("input_ids", ("embed_tokens",), "layers"),
+    packs=True,
 )

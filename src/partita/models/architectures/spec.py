@@ -36,12 +36,15 @@ class Architecture:
         heads: Forward function for each supported head.
         transposed: Whether weights are (in, out), as GPT-2's Conv1D holds them, and not (out, in) as nn.Linear does.
         start: The input side. Without it, frozen layers cannot be cached and no layers can be skipped.
+        packs: Whether the forward functions take packed rows: "position_ids", and "segment_ids" that do not attend to
+            one another.
     """
 
     roles: tuple[TagRule, ...]
     heads: Mapping[Head, Forward]
     transposed: bool = False
     start: InputSide | None = None
+    packs: bool = False
 
 
 def tag_rules(stem: str, roles: Mapping[str, str], *tags: str) -> tuple[TagRule, ...]:
