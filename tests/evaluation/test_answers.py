@@ -15,6 +15,7 @@ from torch.nn import functional
 from partita import data, models
 from partita.core.data import IGNORE_INDEX
 from partita.core.rng import Key
+from partita.core.tensors import Tensors
 from partita.data.task import Subset, Task
 from partita.evaluation import score
 from partita.evaluation.answers import Answers, Choices, last_answers, with_generation
@@ -34,6 +35,9 @@ def built(folder: Path, tmp_path: Path, rows: list[dict[str, Any]], **options: A
     model = models.build("pretrained", task, Key(2), path=str(folder))
     assert isinstance(model, FunctionalModel)
     return task, model
+
+
+HALFWAY = 40  # steps after which a model has learned some of the answers
 
 
 def log_shares(model: FunctionalModel, ids: list[int]) -> Tensor:
@@ -59,7 +63,7 @@ def test_the_loss_is_a_mean_over_the_tokens_of_answers(folder: Path, tmp_path: P
         losses += [-float(shares[place, target]) for place, target in enumerate(targets) if target != IGNORE_INDEX]
     found = score(model, model.initial, task.test, CHAT.evaluator(()))
     mean = sum(losses) / len(losses)
-    assert found == pytest.approx({"loss": mean, "perplexity": math.exp(mean)}, rel=1e-5)
+    assert found == pytest.approx({"loss": mean, "perplexity": math.exp(mean), "exact_match": 0.0}, rel=1e-5)
 
 
 def test_prompts_end_where_the_last_answer_starts(folder: Path, tmp_path: Path) -> None:
@@ -91,20 +95,29 @@ def test_generated_answers_are_the_most_probable_tokens(folder: Path, tmp_path: 
     assert len(lengths) > 1
 
 
-def test_exact_match_of_a_model_that_learned_the_answers(folder: Path, tmp_path: Path) -> None:
+def test_exact_match_is_that_of_generated_answers(folder: Path, tmp_path: Path) -> None:
     task, model = built(folder, tmp_path, ROWS)
     batch = task.train.take(torch.arange(len(task.train)))
     params = {name: value.clone().requires_grad_() for name, value in model.initial.items()}
     optimizer = torch.optim.Adam(params.values(), lr=1e-2)
-    for _ in range(120):
+    halfway: Tensors = {}
+    for step in range(120):
+        if step == HALFWAY:
+            halfway = {name: value.detach().clone() for name, value in params.items()}
         optimizer.zero_grad()
         model.losses(model(params, batch.inputs), batch.targets).mean().backward()
         optimizer.step()
     learned = {name: value.detach() for name, value in params.items()}
-    few = Subset(task.train, torch.arange(8))
-    assert score(model, learned, few, Answers(6, 8))["exact_match"] == 1.0
-    assert score(model, model.initial, few, Answers(6, 8))["exact_match"] == 0.0
-    assert "exact_match" not in score(model, learned, few, Answers())
+    for each in (learned, halfway):
+        found = score(model, each, task.train, Answers())["exact_match"]
+        prompts, answers = last_answers(batch.inputs, batch.targets)
+        texts, wanted = model.generate(each, prompts, 6), model.decode(answers)
+        assert found == sum(text.strip() == right.strip() for text, right in zip(texts, wanted, strict=True)) / len(
+            texts
+        )
+    assert score(model, learned, task.train, Answers())["exact_match"] == 1.0
+    assert 0 < score(model, halfway, task.train, Answers())["exact_match"] < 1
+    assert score(model, model.initial, task.train, Answers())["exact_match"] == 0.0
 
 
 def test_choices_by_their_likelihoods(folder: Path, tmp_path: Path) -> None:
@@ -137,8 +150,9 @@ def test_choices_by_their_likelihoods(folder: Path, tmp_path: Path) -> None:
 
 
 def test_settings_of_generation() -> None:
-    assert with_generation(Answers(), 9, 5) == Answers(9, 5)
-    assert with_generation(Answers(), None, None) == Answers()
-    for evaluator in (NextToken(), Choices()):
-        with pytest.raises(EvaluationError, match=r"generates no text; remove it, or use data\.name = 'chat'"):
+    assert with_generation(Answers(), 9, None) == Answers()
+    for evaluator in (NextToken(), Choices(), Answers()):
+        with pytest.raises(
+            EvaluationError, match=r"needs no generated text for its scores; remove it, or use data\.name"
+        ):
             with_generation(evaluator, None, 5)

@@ -1,4 +1,4 @@
-"""Scores of answers in conversations: loss per token, exact match of generated answers, and multiple choice."""
+"""Scores of answers in conversations: loss per token, exact match, and multiple choice."""
 
 from __future__ import annotations
 
@@ -12,23 +12,18 @@ from torch.nn import functional
 
 from partita.core.data import IGNORE_INDEX
 from partita.core.tensors import Tensors
-from partita.evaluation.generation import EXACT_MATCH, GeneratedText, ModelPredictions, exact_match
+from partita.evaluation.generation import EXACT_MATCH, GeneratedText, ModelPredictions
 from partita.evaluation.metrics import LOSS, PERPLEXITY, EvaluationError, Evaluator, MeanPerToken, Metric, Predictions
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Loss and perplexity over all tokens of answers, and exact match of greedily generated answers.
+    """Loss and perplexity over all tokens of answers, and exact match.
 
-    Generation starts before the last answer of a conversation. An exact match ignores white space at both ends.
-
-    Attributes:
-        max_new_tokens: Maximum number of tokens of a generated answer.
-        examples: Generate answers for at most so many examples, the first ones. The loss is over all.
+    The last answer of a conversation matches exactly if each of its tokens, with the one that ends it, is the most
+    probable after the tokens before it: greedy generation would then give this answer and no other. So nothing has to
+    be generated.
     """
-
-    max_new_tokens: int = 64
-    examples: int = 0
 
     primary: ClassVar[Metric] = PERPLEXITY
     metrics: ClassVar[tuple[Metric, ...]] = (LOSS, PERPLEXITY, EXACT_MATCH)
@@ -36,17 +31,14 @@ class Answers:
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
         mean = MeanPerToken()
-        texts: list[str] = []
-        truths: list[str] = []
+        matches, count = 0, 0
         for batch in batches:
             mean.add(batch)
-            wanted = min(len(batch.targets), self.examples - len(texts))
-            if wanted > 0:
-                assert isinstance(batch, ModelPredictions), "evaluate() gives predictions that can generate"
-                generated, targets = batch.generate(wanted, self.max_new_tokens)
-                texts += generated
-                truths += targets
-        return {**mean.scores(), **({"exact_match": exact_match(texts, truths)} if texts else {})}
+            answers = _last_only(batch.targets, _last_starts(batch.targets))
+            right = (batch.logits.argmax(-1) == answers) | (answers == IGNORE_INDEX)  # (example, token)
+            matches += int(right.all(1).sum())
+            count += len(right)
+        return {**mean.scores(), "exact_match": matches / count}
 
     def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
         return None
@@ -92,11 +84,12 @@ def with_generation(evaluator: Evaluator, max_new_tokens: int | None, examples: 
         evaluator.check()
         return replace(evaluator, **changes)
     if isinstance(evaluator, Answers):
-        return replace(evaluator, **changes)
+        changes.pop("max_new_tokens", None)  # it is for the samples of `evaluate.samples`
     if changes:
         key = "evaluate.max_new_tokens" if "max_new_tokens" in changes else "evaluate.generate_examples"
         raise EvaluationError(
-            f"{key} is set, but this task generates no text; remove it, or use data.name = 'chat' or 'seq2seq'"
+            f"{key} is set, but this task needs no generated text for its scores; remove it, or use data.name = "
+            "'seq2seq'"
         )
     return evaluator
 
@@ -112,14 +105,22 @@ def last_answers(inputs: Tensors, targets: Tensor) -> tuple[Tensors, Tensor]:
         The inputs with all tokens before the last answer, padded at the start, as generation needs them; and the
         targets (example, token) of the last answers only.
     """
-    answered = targets != IGNORE_INDEX
-    steps = torch.arange(targets.shape[1], device=targets.device)
-    starts = answered & ~functional.pad(answered, (1, 0))[:, :-1]  # a token before each answer
-    first = (starts * steps).amax(1)  # (example,): the last token of the prompt
+    first = _last_starts(targets)
     width = int(first.max()) + 1
-    places = steps[:width] - (width - 1 - first).unsqueeze(1)  # (example, token), negative for padding
+    steps = torch.arange(width, device=targets.device)
+    places = steps - (width - 1 - first).unsqueeze(1)  # (example, token), negative for padding
     ids = inputs["input_ids"].gather(1, places.clamp(min=0))
     mask = (places >= 0).long()
-    return {"input_ids": ids * mask, "attention_mask": mask}, targets.masked_fill(
-        steps < first.unsqueeze(1), IGNORE_INDEX
-    )
+    return {"input_ids": ids * mask, "attention_mask": mask}, _last_only(targets, first)
+
+
+def _last_starts(targets: Tensor) -> Tensor:
+    """Return where the last answers start, (example,): the place of the last token of their prompts."""
+    answered = targets != IGNORE_INDEX
+    starts = answered & ~functional.pad(answered, (1, 0))[:, :-1]
+    return (starts * torch.arange(targets.shape[1], device=targets.device)).amax(1)
+
+
+def _last_only(targets: Tensor, starts: Tensor) -> Tensor:
+    places = torch.arange(targets.shape[1], device=targets.device)
+    return targets.masked_fill(places < starts.unsqueeze(1), IGNORE_INDEX)
