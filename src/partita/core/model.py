@@ -107,6 +107,13 @@ class Model:
         """
         return ""
 
+    def compiles_by_layer(self) -> bool:
+        """Return whether to compile each layer on its own (`layer_compiler.py`) instead of the whole forward pass.
+
+        The time to compile then does not grow with the number of layers.
+        """
+        return False
+
     def low_rank(self, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> Model:
         """Return this model with low-rank factors, tagged "lora", for the weights with the given role tags.
 

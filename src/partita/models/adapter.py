@@ -22,13 +22,14 @@ from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
 from partita.core.torch_private import own_parameters
 from partita.models import ModelError, attention, split_qkv
-from partita.models.activation_checkpointing import checkpoint_layers
 from partita.models.architectures import architecture, forward_of, is_known, tags_of
 from partita.models.dropout import DropoutDraws, use_keyed_dropout
+from partita.models.layer_forward import layer_forwards, use_layer_forward
 from partita.models.vmap_layers import use_vmap_layers
 from partita.tasks import IMAGE, TEXT, TaskKind
 from partita.tasks.losses import CLASS_LOSSES, class_losses
 
+MANY_LAYERS = 12  # up to this many, compiling the whole model takes about a minute
 ParameterSlot = tuple[dict[str, Any], str]  # the `_parameters` dict of a submodule, and a name in it
 
 
@@ -111,6 +112,11 @@ class FunctionalModel(Model):
         from partita.models.lifting import why_one_by_one
 
         return "" if is_known(str(self.module.config.model_type)) else why_one_by_one(self, inputs)
+
+    def compiles_by_layer(self) -> bool:
+        layers = layer_forwards(self.module)
+        recomputes = any(layer.recomputes for layer in layers)
+        return bool(layers) and (len(layers) > MANY_LAYERS or recomputes or self.kind.outputs == "vocabulary")
 
     def skip_layers(self, without: Names) -> FunctionalModel:
         from partita.models.skip_layers import skip_layers
@@ -222,8 +228,7 @@ def from_module(
         module.set_attn_implementation(attention.NAME)
     _treat_padding_as_any_token(module)
     use_vmap_layers(module)
-    if checkpointing:
-        checkpoint_layers(module, draws)
+    use_layer_forward(module, draws, checkpointing)
     own = dict(module.named_parameters())
     tags = tags_of(module)
     frozen_names = _frozen(name, tags, frozen, embedding_names(module, own))
