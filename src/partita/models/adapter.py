@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from partita.core import tensors
 from partita.core.data import EXAMPLE_SEEDS, Batch
-from partita.core.model import Model, Output, layer_tag
+from partita.core.model import HeadOutput, Model, Output, layer_tag
 from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
@@ -27,7 +27,8 @@ from partita.models.dropout import DropoutDraws, use_keyed_dropout
 from partita.models.layer_forward import layer_forwards, use_layer_forward
 from partita.models.vmap_layers import use_vmap_layers
 from partita.tasks import IMAGE, TEXT, TaskKind
-from partita.tasks.losses import CLASS_LOSSES, class_losses
+from partita.tasks.chunked_loss import linear_cross_entropy
+from partita.tasks.losses import CLASS_LOSSES, class_losses, token_cross_entropy
 
 MANY_LAYERS = 12  # up to this many, compiling the whole model takes about a minute
 ParameterSlot = tuple[dict[str, Any], str]  # the `_parameters` dict of a submodule, and a name in it
@@ -82,7 +83,10 @@ class FunctionalModel(Model):
                 return self.forward(self.module, inputs)
         with self._installed(_cast(params, self.dtype)):
             out = self.forward(self.module, _cast(inputs, self.dtype))
-        return Output(out.logits.float(), None if out.features is None else out.features.float())
+        features = None if out.features is None else out.features.float()
+        if isinstance(out, HeadOutput):
+            return HeadOutput(out.states, out.weight, features)
+        return Output(out.logits.float(), features)
 
     def uses_dropout(self) -> bool:
         if self.draws is not None and self.draws.refused:
@@ -94,6 +98,8 @@ class FunctionalModel(Model):
         return self.draws is not None
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
+        if isinstance(out, HeadOutput) and self.kind.loss is token_cross_entropy:
+            return linear_cross_entropy(out, targets)
         return self.kind.loss(out.logits, targets)
 
     def class_losses(
