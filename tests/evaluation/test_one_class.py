@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from partita.core.model import Model
+from partita.core.model import Model, Output
 from partita.data import Table
 from partita.evaluation import METRIC_NAMES, Evaluator, evaluate, score
 from partita.evaluation.answers import Answers, Choices
@@ -40,7 +39,7 @@ class Echo:
 
     def __call__(self, params: Any, inputs: Any) -> Any:
         self.calls.append(len(inputs["logits"]))
-        return SimpleNamespace(logits=inputs["logits"])
+        return Output(logits=inputs["logits"])
 
     def losses(self, out: Any, targets: Tensor) -> Tensor:
         return torch.zeros(len(targets))

@@ -52,19 +52,24 @@ def place_id(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
 
 
-def random_words(seeds: Tensor, place: int, sizes: Sequence[int]) -> Tensor:
+def place_tensor(place: int) -> Tensor:
+    """Return a place as an int64 tensor with the same bits, for a program that serves several places."""
+    return torch.tensor((place + 2**63) % 2**64 - 2**63)
+
+
+def random_words(seeds: Tensor, place: int | Tensor, sizes: Sequence[int]) -> Tensor:
     """Return uniform random int32 words.
 
     Args:
         seeds: The seed of each example, int64 of shape (example,).
-        place: The id of the place, from `place_id`.
+        place: The id of the place, from `place_id`, or the same as a tensor.
         sizes: The sizes of the dimensions after the example.
 
     Returns:
         Shape (example, *sizes). Use the high bits; the low ones are less random.
     """
-    words = _mixed(seeds.to(torch.int32) ^ _signed(place))
-    words = _mixed(words ^ (seeds >> 32).to(torch.int32) ^ _signed(place >> 32))  # (example,)
+    words = _mixed(seeds.to(torch.int32) ^ _low_bits(place))
+    words = _mixed(words ^ (seeds >> 32).to(torch.int32) ^ _low_bits(place >> 32))  # (example,)
     for depth, size in enumerate(sizes):
         coordinates = torch.arange(size, dtype=torch.int32, device=seeds.device)
         joined = words.unsqueeze(-1) ^ _mixed(coordinates + _signed((depth + 1) * 0x9E3779B9))
@@ -105,6 +110,10 @@ def _times(words: Tensor, factor: int) -> Tensor:
 def _shifted(words: Tensor, bits: int) -> Tensor:
     """Shift right and fill with zeros; `>>` alone would copy the sign."""
     return (words >> bits) & ((1 << (32 - bits)) - 1)
+
+
+def _low_bits(number: int | Tensor) -> int | Tensor:
+    return number.to(torch.int32) if isinstance(number, Tensor) else _signed(number)
 
 
 def _signed(number: int) -> int:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from partita.core.data import Batch
 from partita.core.rng import Key
-from partita.core.tensors import Names, Tensors
+from partita.core.tensors import Names, Tensors, upcast
 
 ATTENTION = "attention"  # the note that holds, by layer, a client's attention scores (head,) for the selected tokens
 # Tags of the two towers of a vision-language model, and of the two stacks of a sequence-to-sequence model.
@@ -36,6 +37,40 @@ class Output:
 
     logits: Tensor
     features: Tensor | None = None
+
+    def with_logits(self) -> Output:
+        """Return the output with logits that are computed already."""
+        return self
+
+
+class HeadOutput(Output):
+    """The output of a model with a linear head over a vocabulary, whose logits are computed each time they are read.
+
+    The loss can then be computed without the logits of the whole batch.
+
+    Args:
+        states: What the head is applied to, (example, token, width).
+        weight: The weight of the head, (class, width).
+        features: As in `Output`.
+    """
+
+    states: Tensor
+    weight: Tensor
+
+    def __init__(self, states: Tensor, weight: Tensor, features: Tensor | None = None) -> None:
+        for name, value in {"states": states, "weight": weight, "features": features}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def logits(self) -> Tensor:  # type: ignore[override]
+        if not torch.compiler.is_compiling():
+            return upcast(functional.linear(self.states, self.weight))
+        # By rows: with more dimensions, vmap needs a count that torch before 2.13 lacks for symbolic shapes.
+        rows = functional.linear(self.states.flatten(0, -2), self.weight)
+        return upcast(rows.unflatten(0, self.states.shape[:-1]))
+
+    def with_logits(self) -> Output:
+        return Output(self.logits, self.features)
 
 
 class Model:
@@ -135,6 +170,13 @@ class Model:
         raise TagError(
             f"{self.name} cannot get an adapter; use a Hugging Face model, model.name = 'pretrained' or 'vit'"
         )
+
+    def compiles_by_layer(self) -> bool:
+        """Return whether to compile each layer on its own (`layer_compiler.py`) instead of the whole forward pass.
+
+        The time to compile then does not grow with the number of layers.
+        """
+        return False
 
     def low_rank(self, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> Model:
         """Return this model with low-rank factors beside the weights with the given role tags, and nothing frozen.

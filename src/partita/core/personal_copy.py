@@ -79,6 +79,9 @@ class PersonalCopyModel(Model):
     def why_one_by_one(self, inputs: Tensors) -> str:
         return self.base.why_one_by_one(inputs)
 
+    def compiles_by_layer(self) -> bool:
+        return self.base.compiles_by_layer()
+
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return self.base.losses(out, targets)
 

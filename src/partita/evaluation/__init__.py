@@ -132,7 +132,7 @@ def _predictions(model: Model, params: Tensors, examples: Examples, size: int) -
         if following is not None and isinstance(examples, PrefetchingExamples):
             examples.prefetch(following)
         inputs, targets = tensors.to(batch.inputs, device), batch.targets.to(device)
-        out = model(params, inputs)
+        out = model(params, inputs).with_logits()
         yield ModelPredictions(
             out.logits,
             targets,

@@ -16,21 +16,23 @@ from transformers.utils import logging
 
 from partita.core import tensors
 from partita.core.data import EXAMPLE_SEEDS, Batch
-from partita.core.model import Model, Output, layer_tag
+from partita.core.model import HeadOutput, Model, Output, layer_tag
 from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
 from partita.core.torch_private import own_parameters
 from partita.models import ModelError, attention, split_qkv
-from partita.models.activation_checkpointing import checkpoint_layers
 from partita.models.architectures import architecture, forward_of, is_known, tags_of
 from partita.models.dropout import DropoutDraws, use_keyed_dropout
+from partita.models.layer_forward import layer_forwards, use_layer_forward
 from partita.models.quantization import Mode, dequantized, quantizable, quantize_frozen, warn_of_trained
 from partita.models.vmap_layers import use_vmap_layers
 from partita.tasks import IMAGE, TEXT, TaskKind
-from partita.tasks.losses import CLASS_LOSSES, class_losses
+from partita.tasks.chunked_loss import linear_cross_entropy
+from partita.tasks.losses import CLASS_LOSSES, class_losses, token_cross_entropy
 
 BASE, ALL = "base", "all"  # words of `frozen`: everything but the head, and everything
+MANY_LAYERS = 12  # up to this many, compiling the whole model takes about a minute
 ParameterSlot = tuple[dict[str, Any], str]  # the `_parameters` dict of a submodule, and a name in it
 
 
@@ -83,7 +85,10 @@ class FunctionalModel(Model):
                 return self.forward(self.module, inputs)
         with self._installed(_cast(params, self.dtype)):
             out = self.forward(self.module, _cast(inputs, self.dtype))
-        return Output(out.logits.float(), None if out.features is None else out.features.float())
+        features = None if out.features is None else out.features.float()
+        if isinstance(out, HeadOutput):
+            return HeadOutput(out.states, out.weight, features)
+        return Output(out.logits.float(), features)
 
     def uses_dropout(self) -> bool:
         if self.draws is not None and self.draws.refused:
@@ -95,6 +100,8 @@ class FunctionalModel(Model):
         return self.draws is not None
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
+        if isinstance(out, HeadOutput) and self.kind.loss is token_cross_entropy:
+            return linear_cross_entropy(out, targets)
         return self.kind.loss(out.logits, targets)
 
     def class_losses(
@@ -119,6 +126,11 @@ class FunctionalModel(Model):
         from partita.models.lifting import why_one_by_one
 
         return "" if is_known(str(self.module.config.model_type)) else why_one_by_one(self, inputs)
+
+    def compiles_by_layer(self) -> bool:
+        layers = layer_forwards(self.module)
+        recomputes = any(layer.recomputes for layer in layers)
+        return bool(layers) and (len(layers) > MANY_LAYERS or recomputes or self.kind.outputs == "vocabulary")
 
     def skip_layers(self, without: Names) -> FunctionalModel:
         from partita.models.skip_layers import skip_layers
@@ -240,8 +252,7 @@ def from_module(
         module.set_attn_implementation(attention.NAME)
     _treat_padding_as_any_token(module)
     use_vmap_layers(module)
-    if checkpointing:
-        checkpoint_layers(module, draws)
+    use_layer_forward(module, draws, checkpointing)
     own = dict(module.named_parameters())
     tags = tags_of(module)
     frozen_names = frozen_parameters(name, module, frozen)

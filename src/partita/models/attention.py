@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.library import define, impl, register_vmap
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from partita.core.torch_private import is_batchedtensor, is_gradtrackingtensor
+from partita.core.torch_private import is_gradtrackingtensor
 from partita.models.dropout import attention_factors
 
 NAME = "partita"
 ALIGNMENT = {"cuda": 8}  # half-precision matmuls are slow on CUDA unless the row length is a multiple of 8
-SHORT = 256  # up to this many tokens, the CPU's fused backward in bfloat16 is slower than matmuls
+SHORT = 256  # up to this many tokens, compiled matmuls, and in bfloat16 on a CPU any, are faster than a fused kernel
 
 # Replaces `scaled_dot_product` in a layer. The first argument is the layer's attention module.
 AttentionHook = Callable[..., Tensor]
@@ -61,13 +62,18 @@ def scaled_dot_product(
     Returns:
         (example, head, token, width).
     """
-    if torch.compiler.is_compiling():  # the compiler fuses it, and cannot trace the checks for transforms below
-        return _unfused(query, key, value, mask, scale, causal, softcap, sinks)
     if softcap is not None or sinks is not None:  # no fused kernel has them
         return _unfused(query, key, value, mask, scale, causal, softcap, sinks)
+    if torch.compiler.is_compiling() and key.shape[2] <= SHORT:  # the compiler fuses it as well
+        return _unfused(query, key, value, mask, scale, causal)
+    return _attend(query, key, value, mask, scale, causal)
+
+
+def _one_block(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool
+) -> Tensor:
+    """`scaled_dot_product` outside vmap over clients."""
     tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
-    if any(map(is_batchedtensor, tensors)):
-        return _FoldClients.apply(query, key, value, mask, scale, causal)
     if any(map(is_gradtrackingtensor, tensors)):  # torch.func.grad: the fused backward has no batching rule
         return _unfused(query, key, value, mask, scale, causal)
     if query.requires_grad and query.device.type == "cpu" and query.dtype == torch.bfloat16 and key.shape[2] <= SHORT:
@@ -76,49 +82,46 @@ def scaled_dot_product(
         return _unfused(query, key, value, mask, scale, causal)
     if mask is not None:  # no fused CUDA kernel supports both a mask and grouped-query attention
         key, value = _for_each_head(query, key, value)
+    grouped = bool(query.shape[1] != key.shape[1])
     return functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
 
 
-class _FoldClients(torch.autograd.Function):
-    """Under vmap, folds clients into the example dimension of one fused call. Plain vmap would loop over clients."""
+def _fold_clients(
+    info: Any,
+    dims: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    causal: bool,
+) -> tuple[Tensor, int]:
+    """Under vmap, fold clients into the example dimension of one fused call. Plain vmap would loop over clients."""
+    clients = info.batch_size
 
-    @staticmethod
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool
-    ) -> Tensor:
-        raise AssertionError("only ever called under vmap")
+    def clients_first(tensor: Tensor, dim: int | None) -> Tensor:  # (client, example, ...)
+        return tensor.expand(clients, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save nothing: autograd sees the fused call itself."""
+    query, key, value = (clients_first(tensor, dims[i]).flatten(0, 1) for i, tensor in enumerate((query, key, value)))
+    examples = query.shape[0] // clients
+    if mask is not None:
+        mask = clients_first(mask, dims[3])  # the example dimension may be 1
+        mask = mask.expand(clients, examples, *mask.shape[2:]).flatten(0, 1)
+    output = _attend(query, key, value, mask, scale, causal)
+    return output.reshape(clients, examples, *output.shape[1:]), 0
 
-    @staticmethod
-    def vmap(
-        info: Any,
-        dims: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float | None,
-        causal: bool,
-    ) -> tuple[Tensor, int]:
-        clients = info.batch_size
 
-        def clients_first(tensor: Tensor, dim: int | None) -> Tensor:  # (client, example, ...)
-            return tensor.expand(clients, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-        query, key, value = (
-            clients_first(tensor, dims[i]).flatten(0, 1) for i, tensor in enumerate((query, key, value))
-        )
-        examples = len(query) // clients
-        if mask is not None:
-            mask = clients_first(mask, dims[3])  # the example dimension may be 1
-            mask = mask.expand(clients, examples, *mask.shape[2:]).flatten(0, 1)
-        output = scaled_dot_product(query, key, value, mask, scale, causal)
-        return output.reshape(clients, examples, *output.shape[1:]), 0
+# An operator, because the compiler can follow its rule for vmap. Autograd sees the fused call itself.
+define(
+    "partita::attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor? mask, float? scale, bool causal) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+impl("partita::attention", "CompositeImplicitAutograd")(_one_block)
+register_vmap("partita::attention", _fold_clients)
+_attend: Callable[..., Tensor] = torch.ops.partita.attention.default
 
 
 def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from partita.core.keyed_bits import keep_factors, place_id, random_words
+from partita.core.keyed_bits import keep_factors, place_id, place_tensor, random_words
 from partita.models import ModelError
 
 _OTHER_DROPOUT = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -27,30 +28,33 @@ class DropoutDraws:
     Attributes:
         seeds: The seed of each example, (example,); None outside training, where nothing is dropped.
         calls: By place, the number of draws so far in this forward pass.
+        in_layer: Whether a program for all layers that are alike runs. `calls` then has names inside the layer, and
+            places are tensors.
         refused: Parts of the model with random draws that cannot come from seeds, in words.
         replaced: Functions of torch that are replaced while a module runs, innermost last.
     """
 
     seeds: Tensor | None = None
-    calls: dict[int, int] = field(default_factory=dict)
+    calls: dict[int | str, int] = field(default_factory=dict)
+    in_layer: bool = False
     refused: tuple[str, ...] = ()
     replaced: list[tuple[Any, Any]] = field(default_factory=list)
 
     @contextmanager
-    def using(self, seeds: Tensor | None, calls: dict[int, int] | None = None) -> Iterator[None]:
-        """Draw from `seeds` inside the block, after as many draws as `calls` says."""
+    def using(self, seeds: Tensor | None) -> Iterator[None]:
+        """Draw from `seeds` inside the block."""
         before = self.seeds, self.calls
-        self.seeds, self.calls = seeds, {} if calls is None else calls
+        self.seeds, self.calls = seeds, {}
         try:
             yield
         finally:
             self.seeds, self.calls = before
 
-    def factors(self, place: int, rate: float, value: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def factors(self, part: Any, rate: float, value: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Return the factors of a dropout, of shape (example, *sizes).
 
         Args:
-            place: The id of the dropout's place in the model.
+            part: The part of the model that drops, with its `place`.
             rate: The probability to drop.
             value: The tensor whose dtype the factors get. Its first dimension must be the example.
             sizes: The sizes of the dimensions after the example.
@@ -64,8 +68,10 @@ class DropoutDraws:
                 f"a dropout of the model gets {value.shape[0]} rows for {self.seeds.shape[0]} examples, so its masks "
                 "cannot be drawn by example; set training.dropout = false"
             )
-        call = self.calls.get(place, 0)
-        self.calls[place] = call + 1
+        name: int | str = part.name_in_layer if self.in_layer else part.place
+        call = self.calls.get(name, 0)
+        self.calls[name] = call + 1
+        place: int | Tensor = part.place_tensor if self.in_layer else part.place
         return keep_factors(random_words(self.seeds, place + call, sizes), rate, value.dtype)
 
 
@@ -76,7 +82,7 @@ class KeyedDropout(nn.Dropout):
     place: int
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return _dropped(self.draws, self.place, inputs, self.p)
+        return _dropped(self, inputs, self.p)
 
 
 class KeyedDropPath(nn.Module):
@@ -89,7 +95,7 @@ class KeyedDropPath(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         if self.draws.seeds is None:
             return hidden_states
-        factors = self.draws.factors(self.place, self.drop_prob, hidden_states, ())
+        factors = self.draws.factors(self, self.drop_prob, hidden_states, ())
         return hidden_states * factors.view(-1, *[1] * (hidden_states.ndim - 1))
 
 
@@ -113,7 +119,7 @@ def attention_factors(module: nn.Module, rate: float, query: Tensor, keys: int) 
         )
     if draws.seeds is None:
         return None
-    factors: Tensor = draws.factors(module.place, rate, query, (query.shape[1], query.shape[2], keys))
+    factors: Tensor = draws.factors(module, rate, query, (query.shape[1], query.shape[2], keys))
     return factors
 
 
@@ -158,13 +164,15 @@ def key_dropout(part: nn.Dropout, draws: DropoutDraws, path: str) -> bool:
 
 def _attach(part: nn.Module, draws: DropoutDraws, path: str) -> bool:
     part.draws, part.place = draws, place_id(path)  # type: ignore[assignment]
+    part.register_buffer("place_tensor", place_tensor(place_id(path)), persistent=False)
     return True
 
 
-def _dropped(draws: DropoutDraws, place: int, inputs: Tensor, rate: float) -> Tensor:
-    if draws.seeds is None or rate == 0:
+def _dropped(part: Any, inputs: Tensor, rate: float) -> Tensor:
+    if part.draws.seeds is None or rate == 0:
         return inputs
-    return inputs * draws.factors(place, rate, inputs, tuple(inputs.shape[1:]))
+    factors: Tensor = part.draws.factors(part, rate, inputs, tuple(inputs.shape[1:]))
+    return inputs * factors
 
 
 def _own_rates(part: nn.Module) -> list[str]:
@@ -192,8 +200,24 @@ def _draw_functional_dropout(part: nn.Module) -> None:
 
     Modules with LayerDrop compare `torch.rand` with its rate in train mode, also if the rate is 0. They get ones there.
     """
+    if isinstance(part, GradientCheckpointingLayer):  # runs by `LayerForward`
+        part.drops_by_function = True  # type: ignore[assignment]
+        return
     part.register_forward_pre_hook(_replace_functions)
     part.register_forward_hook(_restore_functions, always_call=True)  # also after an error
+
+
+@contextmanager
+def functional_dropout(layer: nn.Module) -> Iterator[None]:
+    """Let `nn.functional.dropout` draw from the seeds inside the block, if the layer calls it."""
+    if not getattr(layer, "drops_by_function", False):
+        yield
+        return
+    _replace_functions(layer, ())
+    try:
+        yield
+    finally:
+        _restore_functions(layer, (), None)
 
 
 def _replace_functions(part: Any, inputs: Any) -> None:
@@ -209,4 +233,4 @@ def _restore_functions(part: Any, inputs: Any, output: Any) -> None:
 def _functional_dropout(
     part: Any, value: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    return _dropped(part.draws, part.place, value, p if training else 0.0)
+    return _dropped(part, value, p if training else 0.0)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from partita.core import serialization
@@ -22,11 +21,11 @@ from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
 from partita.core.torch_private import own_parameters
 from partita.models import ModelError, split_qkv
-from partita.models.activation_checkpointing import checkpoint_layers
 from partita.models.adapter import FunctionalModel, ParameterSlot
 from partita.models.adapter_export import fuse, join, merge
 from partita.models.adapter_options import ADAPTER, FACTORS, TABLE, AdapterOptions, factor_name
 from partita.models.dropout import DropoutDraws, key_dropout
+from partita.models.layer_forward import layer_forwards, use_layer_forward
 from partita.models.pretrained import seeded
 from partita.models.vmap_layers import use_vmap_layers
 
@@ -323,10 +322,8 @@ def _keyed_dropout(module: nn.Module, draws: DropoutDraws | None) -> DropoutDraw
             key_dropout(part, draws, path)
     for layer in _tuner_layers(module):
         layer.training = True  # DoRA drops nothing otherwise; KeyedDropout and the other layers do not read it
-    if known is None and any(
-        isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing for layer in module.modules()
-    ):
-        checkpoint_layers(module, draws)  # recomputed layers must draw the same masks again
+    if known is None and (forwards := layer_forwards(module)):  # recomputed layers must draw the same masks again
+        use_layer_forward(module, draws, any(forward.recomputes for forward in forwards))
     return draws
 
 

@@ -48,10 +48,14 @@ def _identity(states: Tensor, *_: Any, **__: Any) -> Tensor:
 @contextmanager
 def patched_forward(parts: Sequence[nn.Module], forward: Callable[..., Tensor]) -> Iterator[None]:
     """Replace the forward method of `parts` by `forward` inside the block."""
+    before = [vars(part).get("forward") for part in parts]
     for part in parts:
         part.forward = forward
     try:
         yield
     finally:
-        for part in parts:
-            del part.forward
+        for part, own in zip(parts, before, strict=True):
+            if own is None:
+                del part.forward
+            else:
+                part.forward = own

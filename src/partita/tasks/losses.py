@@ -33,6 +33,11 @@ def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     per_token = functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     ).unflatten(0, targets.shape)  # (example, token), zero where ignored
+    return mean_over_tokens(per_token, targets)
+
+
+def mean_over_tokens(per_token: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean loss of each example from those of its tokens (example, token), which are zero where ignored."""
     # An example without targets has loss 0, not NaN.
     return per_token.sum(1) / (targets != IGNORE_INDEX).sum(1).clamp(min=1)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
+from partita.core.layer_compiler import compiled_layers
 from partita.core.tensors import Tensors
 from partita.core.torch_private import RecompileLimitError, limit_recompiles
 from partita.training.client_axis import ClientAxis, translate_errors
@@ -36,11 +39,59 @@ class CompiledVmap:
         masked = dims[-1] is not None
         if masked not in self.programs:
             whole = torch.vmap(function, in_dims=tuple(dims)) if self.axis.many else function
-            self.programs[masked] = translate_errors(_compiled(whole, self.combine), self._error)
+            self.programs[masked] = _with_clear_errors(_compiled(whole, self.combine), self.what)
         return self.programs[masked]
 
-    def _error(self, error: RuntimeError) -> CompileError:
-        return CompileError(f"{self.what} cannot be compiled: {str(error).splitlines()[0]}; set engine.compile = false")
+
+class CompiledLayers:
+    """Turns the loss of one client into the loss of a block, in which each layer of the model is compiled on its own.
+
+    All layers that are alike share a program, also those of other blocks. What is outside the layers runs eagerly.
+
+    Args:
+        axis: The clients.
+        what: The model and method, for messages.
+        combine: As for `CompiledVmap`.
+    """
+
+    def __init__(self, axis: ClientAxis, what: str, combine: bool) -> None:
+        self.axis, self.what, self.combine = axis, what, combine
+
+    def __call__(self, function: Callable[..., Any], dims: Sequence[Any]) -> Callable[..., Any]:
+        whole = torch.vmap(function, in_dims=tuple(dims)) if self.axis.many else function
+
+        def call(*parts: Any) -> Any:
+            with compiled_layers(lambda layer: _layer_program(layer, self.combine)), warnings.catch_warnings():
+                # The compiler reads `grad` of a layer's inputs, which are not leaves.
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+                return whole(*parts)
+
+        return _with_clear_errors(call, self.what)
+
+
+@cache
+def _layer_program(function: Callable[..., Any], combine: bool) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, options=_options(combine))
+
+
+def _options(combine: bool) -> dict[str, Any] | None:
+    return {"combo_kernels": True} if combine else None
+
+
+def _with_clear_errors(program: Callable[..., Any], what: str) -> Callable[..., Any]:
+    def call(*parts: Any) -> Any:
+        try:
+            with limit_recompiles(MAX_PROGRAMS):
+                return program(*parts)
+        except RecompileLimitError as error:
+            raise RuntimeError(
+                f"its clients' plans and batches need more than {MAX_PROGRAMS} compiled programs"
+            ) from error
+
+    def clear(error: RuntimeError) -> CompileError:
+        return CompileError(f"{what} cannot be compiled: {str(error).splitlines()[0]}; set engine.compile = false")
+
+    return translate_errors(call, clear)
 
 
 def _compiled(function: Callable[..., Any], combine: bool) -> Callable[..., Any]:
@@ -51,16 +102,4 @@ def _compiled(function: Callable[..., Any], combine: bool) -> Callable[..., Any]
         # copy per name afterwards took a twelfth of a large model's step.
         return function({name: value.flatten().view(value.shape) for name, value in trainable.items()}, *rest)
 
-    options: dict[str, Any] | None = {"combo_kernels": True} if combine else None
-    program = torch.compile(contiguous_gradients, fullgraph=True, options=options)
-
-    def call(*parts: Any) -> Any:
-        try:
-            with limit_recompiles(MAX_PROGRAMS):
-                return program(*parts)
-        except RecompileLimitError as error:
-            raise RuntimeError(
-                f"its clients' plans and batches need more than {MAX_PROGRAMS} compiled programs"
-            ) from error
-
-    return call
+    return torch.compile(contiguous_gradients, fullgraph=True, options=_options(combine))

@@ -21,7 +21,8 @@ from partita.core.data import Batch
 from partita.core.tensors import Slots, Tensors
 from partita.core.torch_private import foreach_copy_
 from partita.training.client_axis import VmapError
-from partita.training.compilation import SMALL_MODEL, CompiledVmap
+from partita.training.compilation import SMALL_MODEL, CompiledLayers, CompiledVmap
+from partita.training.gradients import Lift
 from partita.training.parameter_groups import ParameterGroup, parameter_groups, split_by_group
 from partita.training.phase_trainer import PhaseTrainer, Step
 from partita.training.phase_work import PhaseWork
@@ -72,11 +73,12 @@ class GraphCache:
     def _trainer(self, work: PhaseWork) -> PhaseTrainer:
         objective = work.objective
         what = str(objective)
-        lift = None
+        lift: Lift | None = None
         if self.compile:
             size = work.axis.count * sum(work.start_params[0][name].numel() for name in work.names)
             combine = size < SMALL_MODEL and work.device.type == "cuda"
-            lift = CompiledVmap(work.axis, what, combine)
+            kind = CompiledLayers if objective.model.compiles_by_layer() else CompiledVmap
+            lift = kind(work.axis, what, combine)
         return PhaseTrainer(
             work,
             step_gradients(objective, work.axis, lift),

@@ -88,7 +88,7 @@ class PrivateGradients:
         def of_one(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
             params = {**frozen, **trainable}
             with self.objective.autocast(cache=False):  # only here: norms, sums and noise stay in float32
-                out = model(params, inputs)
+                out = model(params, inputs).with_logits()
                 task = self.objective.losses(out, targets).sum()
                 penalties = self.objective.penalties(out, params, rule_batch(inputs, targets), ctx, per_example=True)
                 return sum(penalties, start=task), task
@@ -123,7 +123,7 @@ class PrivateGradients:
         model = self.objective.model
 
         def of_all(trainable: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
-            return self.objective.losses(model({**frozen, **trainable}, inputs), targets)
+            return self.objective.losses(model({**frozen, **trainable}, inputs).with_logits(), targets)
 
         if not self.steps:
             few = {name: value[:CHECKED_EXAMPLES] for name, value in batch.inputs.items()}

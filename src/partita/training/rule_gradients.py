@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from partita.core.method import ClientRule, MethodError
+from partita.core.outside_vmap import outside_vmap
 from partita.core.tensors import Slots, Tensors
 from partita.training.client_axis import ClientAxis, ClientVmap
 from partita.training.gradients import GradientEstimator, Lift, PlainGradients
@@ -80,32 +81,15 @@ class RuleGradients:
             return evaluate(point)
         found: list[str] = []
 
-        def call(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            grads = evaluate(dict(zip(point, values, strict=True)))
+        def call(values: Sequence[Tensor], dims: Sequence[int | None]) -> tuple[Tensor, ...]:
+            stacked = [
+                value.expand(self.axis.count, *value.shape) if dim is None else value.movedim(dim, 0)
+                for value, dim in zip(values, dims, strict=True)
+            ]
+            grads = evaluate(dict(zip(point, stacked[:-1], strict=True)))
             found.extend(grads)
             return tuple(grads.values())
 
-        # The last argument makes sure that at least one has the client dimension: a point may be the same for all.
-        grads = _OutsideVmap.apply(call, *point.values(), next(iter(batched.values())))
+        # The last value makes sure that at least one has the client dimension: a point may be the same for all.
+        grads = outside_vmap(call, [*point.values(), next(iter(batched.values()))])
         return dict(zip(found, grads, strict=True))
-
-
-class _OutsideVmap(torch.autograd.Function):
-    """Calls a function of tensors with a leading client dimension from code that runs under `torch.vmap`."""
-
-    @staticmethod
-    def forward(call: Any, *values: Tensor) -> tuple[Tensor, ...]:
-        raise AssertionError("it is only called under vmap, with a value that has the client dimension")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[Any], call: Any, *values: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-        stacked = [
-            value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
-            for value, dim in zip(values, in_dims[1:], strict=True)
-        ]
-        grads = call(stacked[:-1])
-        return grads, (0,) * len(grads)

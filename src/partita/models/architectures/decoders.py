@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.core.model import Output
+from partita.core.model import HeadOutput, Output
 from partita.core.tensors import Tensors
 from partita.models.architectures.spec import Architecture, InputSide, head_dropout, tag_rules
+from partita.models.vmap_layers import Linear
 
 
 def _state(module: Any, inputs: Tensors) -> Tensor:
@@ -60,7 +61,10 @@ def _tokens(module: Any, inputs: Tensors) -> Output:
 
 def _next(module: Any, inputs: Tensors) -> Output:
     state = _state(module, inputs)
-    return Output(module.lm_head(state), last_token(state, inputs))
+    head, features = module.lm_head, last_token(state, inputs)
+    if type(head) is Linear and head.bias is None:
+        return HeadOutput(state, head.weight, features)
+    return Output(head(state), features)
 
 
 GPT2 = Architecture(

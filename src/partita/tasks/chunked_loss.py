@@ -1,0 +1,129 @@
+"""Cross-entropy of a linear head over a vocabulary, in chunks of tokens.
+
+The logits of a batch can need more memory than the model: as many numbers as tokens times words. Here only those of
+one chunk exist at a time. The forward pass computes their gradient as well, so nothing of them is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from partita.core.data import IGNORE_INDEX
+from partita.core.layer_compiler import layer_compiler
+from partita.core.model import HeadOutput
+from partita.core.outside_vmap import outside_vmap, under_vmap
+from partita.core.tensors import upcast
+from partita.core.torch_private import is_gradtrackingtensor
+from partita.tasks.losses import mean_over_tokens, token_cross_entropy
+
+FEW = 2**22  # logits of a client's batch, up to which they are computed at once
+CHUNK = 2**26  # logits of a chunk
+
+
+def linear_cross_entropy(out: HeadOutput, targets: Tensor) -> Tensor:
+    """Return `token_cross_entropy` of an output, up to rounding.
+
+    Args:
+        out: The output.
+        targets: Class indices (example, token). Tokens with IGNORE_INDEX do not count.
+    """
+    values = [out.states, out.weight, targets]
+    # A compiler of the whole model, or torch.func.grad, needs operations that it knows.
+    plain = torch.compiler.is_compiling() or any(map(is_gradtrackingtensor, values))
+    if plain or targets.numel() * len(out.weight) <= FEW:
+        return token_cross_entropy(out.logits, targets)
+    values = [out.states.flatten(0, 1), out.weight, targets.flatten()]
+    per_token = outside_vmap(_of_block, values)[0] if under_vmap(values) else _of_one(*values)
+    return mean_over_tokens(per_token.unflatten(0, targets.shape), targets)
+
+
+def _of_one(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of each token, for states (token, width) and targets (token,)."""
+    losses: Tensor = _Chunks.apply(states.unsqueeze(0), weight.unsqueeze(0), targets.unsqueeze(0))
+    return losses.squeeze(0)
+
+
+def _of_block(values: Sequence[Tensor], dims: Sequence[int | None]) -> tuple[Tensor]:
+    """`_of_one` for all clients of a block. Clients with the same head are one client with all their tokens."""
+    clients = next(value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None)
+    states, weight, targets = (
+        value.expand(clients, *value.shape) if dim is None else value.movedim(dim, 0)
+        for value, dim in zip(values, dims, strict=True)
+    )
+    if dims[1] is None:
+        losses = _of_one(states.flatten(0, 1), values[1], targets.flatten())
+        return (losses.view(targets.shape),)
+    return (_Chunks.apply(states, weight, targets),)
+
+
+class _Chunks(torch.autograd.Function):
+    """The losses (client, token) from states (client, token, width), weights (client, class, width) and targets."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        device = states.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+        trains, head_trains = ctx.needs_input_grad[:2]
+        with torch.autocast(device, enabled=False):
+            inputs, head = states.to(dtype), weight.to(dtype)
+            losses, parts = [], []
+            for rows, wanted in _chunks(inputs, head, targets):
+                loss, slope = _loss_and_slope()(rows @ head.mT, wanted)
+                losses.append(loss)
+                if trains:
+                    parts.append(slope @ head)
+                del slope  # before the next chunk
+        ctx.state_dtype, ctx.weight_dtype = states.dtype, weight.dtype
+        ctx.save_for_backward(
+            torch.cat(parts, 1) if trains else None, *((inputs, head, targets) if head_trains else (None, None, None))
+        )
+        return torch.cat(losses, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        slopes, inputs, head, targets = ctx.saved_tensors
+        of_states = None if slopes is None else (slopes * grad.unsqueeze(-1).to(slopes.dtype)).to(ctx.state_dtype)
+        if head is None:
+            return of_states, None, None
+        of_head = upcast(torch.zeros_like(head))  # a sum over many chunks
+        start = 0
+        for rows, wanted in _chunks(inputs, head, targets):
+            _, slope = _loss_and_slope()(rows @ head.mT, wanted)
+            own = grad[:, start : start + rows.shape[1], None]
+            of_head += (slope * own.to(slope.dtype)).mT @ rows
+            start += rows.shape[1]
+        return of_states, of_head.to(ctx.weight_dtype), None
+
+
+def _chunks(inputs: Tensor, head: Tensor, targets: Tensor) -> zip[tuple[Tensor, Tensor]]:
+    """Yield states and targets of equally many tokens."""
+    tokens = inputs.shape[1]
+    count = -(-tokens * head.shape[0] * head.shape[1] // CHUNK)
+    size = -(-tokens // count)
+    return zip(inputs.split(size, 1), targets.split(size, 1), strict=True)
+
+
+def _loss_and_slope() -> Any:
+    compiler = layer_compiler()
+    return _token_losses if compiler is None else compiler(_token_losses)
+
+
+def _token_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token (..., token), and its gradient by the logits. The logits are overwritten."""
+    labeled = (targets != IGNORE_INDEX).unsqueeze(-1)
+    index = targets.clamp(min=0).unsqueeze(-1)
+    scores = upcast(logits)
+    total = scores.logsumexp(-1, keepdim=True)
+    losses = ((total - scores.gather(-1, index)) * labeled).squeeze(-1)
+    if torch.compiler.is_compiling():  # a comparison needs no memory of its own
+        classes = torch.arange(logits.shape[-1], device=logits.device)
+        return losses, (((scores - total).exp() - (classes == index).to(scores)) * labeled).to(logits.dtype)
+    shares = scores.sub_(total).exp_()
+    shares.scatter_(-1, index, shares.gather(-1, index) - 1)
+    return losses, shares.mul_(labeled).to(logits.dtype)
