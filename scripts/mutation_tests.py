@@ -143,7 +143,9 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "compression/quantize.py": ("tests/compression/test_compression.py",),
     "methods/centralized.py": LAWS,
     "methods/fedavg.py": LAWS,
-    "methods/fedfrozen.py": (*LAWS, "tests/methods/test_auto_warmup.py"),
+    "methods/fedfrozen.py": (*LAWS, "tests/methods/test_auto_warmup.py", "tests/methods/test_adapter_compositions.py"),
+    "methods/ffa_lora.py": ("tests/methods/test_adapter_compositions.py",),
+    "methods/fedsa_lora.py": ("tests/methods/test_adapter_compositions.py",),
     "methods/fedprox.py": LAWS,
     "methods/local_only.py": LAWS,
 }

@@ -34,7 +34,7 @@ from partita.engines.availability import Availability
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder, runner
 from partita.experiment.config import load
-from partita.methods import COMPOSITIONS, INDEX, build
+from partita.methods import COMPOSITIONS, INDEX, NEEDS_FACTORS, build
 from partita.testing.conformance import states_of
 
 FOUR = Clients(c0=3, c1=9, c2=12, c3=6)
@@ -92,6 +92,8 @@ def digests_of_methods() -> Iterator[tuple[str, str]]:
     for name in (*INDEX, *COMPOSITIONS):
         method = build(name, BRIEF.get(name.partition("+")[0], {}))
         model, population = (image_fixtures.small_vit(), image_fixtures.FOUR) if method.extend else (toy_model(), FOUR)
+        if name in NEEDS_FACTORS:
+            model, population = image_fixtures.adapted_vit(), image_fixtures.FOUR
         optimizer = AdamW(weight_decay=0.1) if method.supports_optimizer("adamw") else SGD()
         run = toy_run(method, 4, optimizer, 0.02)
         model = method.extend(model, run.key / "model") if method.extend else model

@@ -35,7 +35,7 @@ from partita.experiment.builder import build as build_experiment
 from partita.experiment.config import parse
 from partita.experiment.runner import prepare
 from partita.experiment.runner import run_rounds as play_rows
-from partita.methods import INDEX, build
+from partita.methods import INDEX, NEEDS_FACTORS, build
 from partita.methods.fedavg import fedavg
 from partita.privacy.client_level import protect_clients
 from partita.report import load_run, page
@@ -55,7 +55,9 @@ PRIVATE = {
 }
 COMPOSED = ("fedfrozen+scaffold", "fedper+moon+fedadam", "safl+prune+quantize")
 # Without methods that extend the model, and without the one that pools all clients.
-TOY_METHODS = [name for name in INDEX if not (made := build(name)).extend and not made.pool]
+TOY_METHODS = [
+    name for name in INDEX if not (made := build(name)).extend and not made.pool and name not in NEEDS_FACTORS
+]
 FEDERATIONS = (*TOY_METHODS, *COMPOSED, *PRIVATE)
 
 

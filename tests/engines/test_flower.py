@@ -65,7 +65,7 @@ from partita.engines.simulation import SimulationEngine
 from partita.experiment import flower_app, run_folder, runner
 from partita.experiment.config import load
 from partita.experiment.preview import preview
-from partita.methods import INDEX, build
+from partita.methods import INDEX, NEEDS_FACTORS, build
 from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.scaffold import scaffold
@@ -100,7 +100,8 @@ BRIEF: dict[str, dict[str, Any]] = {"fedrep": {"head_epochs": 2}, "lora": {"rank
 def run_model_and_population(name: str) -> tuple[Run, Model, Population]:
     method = build(name, BRIEF.get(name, {}))
     model: Model = image_fixtures.small_vit() if method.extend else toy_model()
-    population: Any = image_fixtures.FOUR if method.extend else FOUR
+    model = image_fixtures.adapted_vit() if name in NEEDS_FACTORS else model
+    population: Any = image_fixtures.FOUR if method.extend or name in NEEDS_FACTORS else FOUR
     if method.extend:
         model = method.extend(model, toy_run(method).key)
     optimizer = AdamW(weight_decay=0.1) if method.supports_optimizer("adamw") else SGD()

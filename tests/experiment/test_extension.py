@@ -27,7 +27,7 @@ from partita.experiment import builder, run_folder
 from partita.experiment.config import Config, load, parse
 from partita.experiment.extension import ExtensionError, reads_total
 from partita.experiment.runner import resume, start
-from partita.methods import INDEX, NEEDS_DUAL_ENCODER, build
+from partita.methods import INDEX, NEEDS_DUAL_ENCODER, NEEDS_FACTORS, build
 from partita.methods.fedfrozen import fedfrozen
 from partita.storage import atomic_files
 from partita.storage.atomic_files import DamageError, DiskError
@@ -44,6 +44,8 @@ def settings(method: Mapping[str, Any], rounds: int, **tables: Any) -> Config:
         raw["training"] |= {"optimizer": "adamw"}
     if method["name"] in NEEDS_DUAL_ENCODER:
         raw |= {"model": {"name": "clip", "shape": "tiny"}}
+    if method["name"] in NEEDS_FACTORS:
+        raw["model"] |= {"adapter": {"rank": 2}}
     return parse(raw | tables)
 
 

@@ -15,7 +15,7 @@ from helpers import server_in
 from partita.core import tensors
 from partita.experiment import run_folder
 from partita.experiment.config import Config
-from partita.methods import INDEX, NEEDS_DUAL_ENCODER, build
+from partita.methods import INDEX, NEEDS_DUAL_ENCODER, NEEDS_FACTORS, build
 
 KILLS = 20
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
@@ -28,6 +28,7 @@ def kill_config(method: str, state: str) -> Config:
     """The federation of scripts/kill_runs.py, with one layer and the usual learning rate."""
     optimizer = "adamw" if build(method).supports_optimizer("adamw") else "sgd"
     model = '{ name = "clip", shape = "tiny" }' if method in NEEDS_DUAL_ENCODER else "{ layers = 1 }"
+    model = "{ layers = 1, adapter = { dropout = 0.2 } }" if method in NEEDS_FACTORS else model
     changes = f'''
 method.name = "{method}"
 training = {{ optimizer = "{optimizer}", lr = 0.001 }}

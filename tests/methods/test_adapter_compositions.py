@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from architecture_fixtures import Case, ThreeClients, kind_of, make_model, noise
-from helpers import max_difference, play, toy_run
+from adapter_fixtures import adapted, clients, frozen_values
+from architecture_fixtures import make_model
+from helpers import play, toy_run
 
 from partita.core import tensors
 from partita.core.dp_settings import DPSGDSettings
@@ -16,22 +17,19 @@ from partita.core.method import Method, MethodError, compose
 from partita.core.model import TagError
 from partita.core.optim import SGD
 from partita.core.rng import Key
-from partita.core.rounds import initial_server, make_job
+from partita.core.rounds import initial_server
 from partita.core.serialization import HEADER
-from partita.core.tensors import Tensors
-from partita.engines.simulation import SimulationEngine
 from partita.methods import build
 from partita.methods.client_ranks import rank_by_client
 from partita.methods.fedavg import fedavg
-from partita.models.peft_adapters import AdaptedModel
 from partita.privacy.guard import PrivacyConfig, make_private
-from partita.storage.client_store import MemoryStore
 from partita.testing.conformance import check_method
 
 MODELS = ("llama-lm", "gpt2-lm", "bert-text", "vit-image")
-ROLES = ("query", "key", "value")
 METHODS: dict[str, Callable[[], Method]] = {
     "fedavg": fedavg,
+    "fedavg, dropout": fedavg,
+    "fedavg, dora": fedavg,
     "fedprox": lambda: build("fedprox", {"mu": 0.1}),
     "fedfrozen": lambda: build("fedfrozen", {"warmup": 2}),
     "fedfrozen, auto": lambda: build("fedfrozen", {"warmup": "auto", "patience": 1, "threshold": 0.1}),
@@ -52,26 +50,12 @@ METHODS: dict[str, Callable[[], Method]] = {
     "ranks, ditto": lambda: rank_by_client(build("ditto", {}), {"a": 1, "b": 4, "c": 2}),
     "ranks, fedsa-lora": lambda: rank_by_client(build("fedsa-lora", {}), {"a": 1, "b": 4, "c": 2}),
 }
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ranks": {"ranks": (1, 4, 2)},
+    "dropout": {"dropout": 0.3},
+    "dora": {"dora": True, "roles": ("output", "mlp")},
+}
 FAST = {("llama-lm", name) for name in ("fedavg", "fedfrozen", "safl", "fedper", "ranks")}
-
-
-def adapted(case: str, **options: Any) -> AdaptedModel:
-    base = make_model(case)
-    base.initial.update({name: value + 0.3 * noise(3, *value.shape) for name, value in base.initial.items()})
-    model = base.adapted("lora", Key(1), **{"rank": 4, "alpha": 6.0, "roles": ROLES, **options})
-    assert isinstance(model, AdaptedModel)
-    # Away from B = 0, where A has no gradient but rounding errors.
-    for name in model.names("lora_B"):
-        model.initial[name] += 0.3 * noise(4, *model.initial[name].shape)
-    return model
-
-
-def clients(case: str) -> ThreeClients:
-    return ThreeClients(Case(None, {}, None, kind_of(case)))  # type: ignore[arg-type]
-
-
-def frozen_values(model: AdaptedModel) -> Tensors:
-    return {name: value.clone() for name, value in model.module.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +67,7 @@ def frozen_values(model: AdaptedModel) -> Tensors:
     ],
 )
 def test_methods_conform_on_a_model_with_an_adapter(case: str, name: str) -> None:
-    model = adapted(case, ranks=(1, 4, 2)) if name.startswith("ranks") else adapted(case)
+    model = adapted(case, **next((OPTIONS[word] for word in OPTIONS if word in name), {}))
     before = frozen_values(model)
     method = METHODS[name]()
     optimizer = SGD(momentum=0.9) if "ditto" in name else None  # as in test_conformance.py
@@ -162,114 +146,3 @@ def test_methods_that_need_factors_say_how_to_get_them() -> None:
     model = both.extend(make_model("llama-lm"), Key(0))
     played = play(toy_run(both, 1), model, clients("llama-lm"))
     assert played[0].traffic.up.keys() - {HEADER} == model.names("lora_B")
-
-
-# FFA-LoRA and FedSA-LoRA
-
-
-def test_ffa_lora_averages_products_exactly_and_equals_fedavg_with_a_frozen_factor() -> None:
-    model, population = adapted("llama-lm"), clients("llama-lm")
-    run = toy_run(build("ffa-lora", {}), 1, steps=3)
-    played = play(run, model, population)
-    sent = [reply.delta for reply in _updates(run, model, population)]
-    for name in model.names("lora_B"):
-        A = model.initial[name.replace("lora_B", "lora_A")]
-        products = [(model.initial[name] + delta[name]).double() @ A.double() for delta in sent]
-        mean = played[0].server.params[name].double() @ A.double()
-        assert torch.allclose(torch.stack(products).mean(0), mean, atol=1e-6), "all clients have four examples"
-        assert played[0].server.params[name.replace("lora_B", "lora_A")] is A
-        assert name.replace("lora_B", "lora_A") not in played[0].traffic.down
-    plain = Method("frozen A", plan=lambda model, info: fedavg().plan(_Only(model, "lora_B"), info))
-    assert tensors.equal(play(toy_run(plain, 1, steps=3), model, population)[0].server.params, played[0].server.params)
-
-
-class _Only:
-    """The names of one tag."""
-
-    def __init__(self, model: Any, tag: str) -> None:
-        self.own = model.names(tag)
-
-    def all_names(self) -> frozenset[str]:
-        return self.own
-
-
-def _updates(run: Any, model: Any, population: Any) -> list[Any]:
-    engine, server = SimulationEngine(run, model, population), initial_server(run, model)
-    jobs = [make_job(run, model, server, 0, client)[0] for client in population.clients]
-    return list(engine.train(jobs))
-
-
-def test_fedsa_lora_with_one_client_equals_lora_and_fedper_with_one_factor() -> None:
-    model, case = adapted("llama-lm"), "llama-lm"
-    population = clients(case)
-    population.clients = ("a",)  # type: ignore[misc,assignment]
-    store = MemoryStore()
-    alone = play(toy_run(build("fedsa-lora", {}), 3), model, population, store=store)
-    lora = play(toy_run(fedavg(), 3), model, population)
-    A, B = model.names("lora_A"), model.names("lora_B")
-    own = {**tensors.select(alone[-1].server.params, A), **tensors.select(store.load("a", 3).personal, B)}
-    # Not bit for bit: a client keeps B, and the server adds a difference to it.
-    assert max_difference(own, lora[-1].server.params) < 1e-6
-    assert all(alone[-1].server.params[name] is model.initial[name] for name in B)
-    assert alone[-1].traffic.up.keys() - {HEADER} == A
-    both = [
-        play(toy_run(method, 2), model, clients(case))
-        for method in (build("fedsa-lora", {}), build("fedper", {"personal": ["lora_B"], "finetune": 0}))
-    ]
-    assert tensors.equal(both[0][-1].server.params, both[1][-1].server.params)
-    assert both[0][-1].traffic == both[1][-1].traffic
-
-
-# Rank by client
-
-
-def test_clients_of_the_full_rank_train_the_pieces_as_whole_factors() -> None:
-    population = clients("llama-lm")
-    whole, cut = adapted("llama-lm"), adapted("llama-lm", ranks={"x": 1, "y": 3})
-    for name in whole.names("lora"):
-        stem, dim = name.removesuffix(".weight"), 0 if "lora_A" in name else 1
-        for rank, part in zip((1, 3, 4), whole.initial[name].split([1, 2, 1], dim), strict=True):
-            cut.initial[f"{stem}.rank{rank}.weight"] = part.clone()
-    full = rank_by_client(fedavg(), dict.fromkeys(population.clients, 4))
-    one = play(toy_run(fedavg(), 1, steps=3), whole, population)[0].server.params
-    two = play(toy_run(full, 1, steps=3), cut, population)[0].server.params
-    for name in whole.names("lora"):
-        stem, dim = name.removesuffix(".weight"), 0 if "lora_A" in name else 1
-        joined = torch.cat([two[f"{stem}.rank{rank}.weight"] for rank in (1, 3, 4)], dim)
-        assert torch.allclose(joined, one[name], rtol=0, atol=1e-6)
-        assert not torch.allclose(one[name], whole.initial[name], rtol=0, atol=1e-4)
-
-
-def test_a_client_sends_in_proportion_to_its_rank_and_others_average_the_rest() -> None:
-    population, ranks = clients("llama-lm"), {"a": 1, "b": 4, "c": 2}
-    model = adapted("llama-lm", ranks=ranks)
-    run = toy_run(rank_by_client(fedavg(), ranks), 1)
-    updates = {update.client: update.delta for update in _updates(run, model, population)}
-    sizes = {client: sum(value.numel() for value in delta.values()) for client, delta in updates.items()}
-    assert sizes["b"] == 4 * sizes["a"]
-    assert sizes["c"] == 2 * sizes["a"]
-    params = play(run, model, population)[0].server.params
-    for name, value in params.items():
-        senders = [delta[name] for delta in updates.values() if name in delta]
-        assert len(senders) == (3 if ".rank1." in name else 2 if ".rank2." in name else 1)
-        assert torch.allclose(value - model.initial[name], torch.stack(senders).mean(0), atol=1e-7)
-
-
-def test_a_client_of_a_small_rank_has_a_model_of_that_rank() -> None:
-    """What it does not have adds nothing: B is zero in the initial values."""
-    ranks = {"a": 1, "b": 4, "c": 2}
-    base = make_model("llama-lm")
-    model = base.adapted("lora", Key(1), rank=4, alpha=6.0, roles=ROLES, ranks=ranks)
-    small = base.adapted("lora", Key(1), rank=1, alpha=1.5, roles=ROLES)  # the same scale, 6 / 4
-    for name in small.initial:
-        small.initial[name] = model.initial[name.replace(".weight", ".rank1.weight")]
-    population = clients("llama-lm")
-    update = next(each for each in _updates(toy_run(rank_by_client(fedavg(), ranks), 1), model, population))
-    alone = next(each for each in _updates(toy_run(fedavg(), 1), small, population))
-    for name, value in alone.delta.items():
-        assert torch.allclose(update.delta[name.replace(".weight", ".rank1.weight")], value, rtol=0, atol=1e-7)
-
-
-def test_rank_by_client_refuses_an_adaptation_that_has_no_rank() -> None:
-    with pytest.raises(MethodError, match=r"fedper trains a client's copy .* set method.finetune = 0"):
-        rank_by_client(build("fedper", {"personal": ["lora_B"]}), {"a": 1})

@@ -289,6 +289,20 @@ def test_what_cannot_be_adapted_is_refused() -> None:
         model.names("head")
 
 
+def test_quantized_weights_are_adapted_by_what_only_calls_the_layer() -> None:
+    base = make_model("llama-lm", frozen=("query",))
+    for part in base.module.modules():
+        if isinstance(part, torch.nn.Linear) and part.weight is not None:
+            part.weight = torch.nn.Parameter(torch.zeros(7, dtype=torch.uint8), requires_grad=False)
+    for options, what in (({"dora": True}, "dora"), ({"kind": "lokr"}, "kind = 'lokr'")):
+        with pytest.raises(ModelError, match=rf"{what} needs the weights, but .*q_proj.weight' is quantized; leave"):
+            base.adapted(**{"kind": "lora", "key": Key(0), "rank": 2, "roles": ("query",), **options})
+    model = base.adapted("lora", Key(0), rank=2, roles=("query",))
+    assert model.initial["model.layers.0.self_attn.q_proj.lora_B.weight"].shape == (16, 2)
+    with pytest.raises(ModelError, match=r"q_proj.weight' is quantized, so nothing can be added to it"):
+        model.merged(model.initial)
+
+
 def test_an_adapted_model_can_be_copied_pickled_and_moved() -> None:
     for options in ({"dropout": 0.1}, {"ranks": (1, 4)}):
         model = adapted("gpt2-lm", **options)

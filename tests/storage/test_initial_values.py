@@ -109,7 +109,7 @@ def test_resume_with_other_weights_under_the_same_path_is_refused(
 ) -> None:
     torch.manual_seed(0)
     changes = [f"data.path={write_notes(tmp_path / 'notes')}", f"model.path={write_encoder(tmp_path / 'model')}"]
-    config = load(EXAMPLES / "clinical.toml", [*changes, "rounds=2", 'method={name="lora", rank=2}'])
+    config = load(EXAMPLES / "clinical.toml", [*changes, "rounds=2", 'method={name="flora", rank=2}'])
     run = start(config, tmp_path / "run")
     next(run)
     run.close()  # type: ignore[attr-defined]
@@ -117,11 +117,11 @@ def test_resume_with_other_weights_under_the_same_path_is_refused(
     weights = tmp_path / "model" / "model.safetensors"
     assert checkpoints[-1].stat().st_size < weights.stat().st_size
     stored = safetensors.torch.load(weights.read_bytes())
-    stored["encoder.layer.1.attention.self.query.weight"][0, 0] += 1e-3
+    stored["encoder.layer.1.attention.self.key.weight"][0, 0] += 1e-3
     weights.write_bytes(safetensors.torch.save(stored, {"format": "pt"}))
     code, _, err = Shell(monkeypatch, capsys)("resume", tmp_path / "run")
     assert code == 1
-    assert "another initial value of 'params/bert.encoder.layer.1.attention.self.query.weight'" in err
+    assert "another initial value of 'params/bert.encoder.layer.1.attention.self.key.weight'" in err
     assert "model.path" in err
     assert list_checksummed(tmp_path / "run" / run_folder.CHECKPOINTS) == checkpoints
 

@@ -176,6 +176,8 @@ def _cost(name: str, base: Model) -> MethodRow:
     trains, up, down, every = (
         sum(model.initial[each].numel() for each in names) for names in (plan.train, plan.up, plan.down, model.initial)
     )
+    inside = getattr(model, "module", None)  # what an adapter freezes for good is in the module
+    every += sum(value.numel() for value in inside.parameters()) if inside is not None else 0
     memory = TRAINED_BYTES * trains + FROZEN_BYTES * (every - trains)
     return MethodRow(name, trains, FROZEN_BYTES * up, FROZEN_BYTES * down, memory)
 

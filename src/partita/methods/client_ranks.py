@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -30,7 +31,7 @@ def rank_by_client(method: Method, ranks: Mapping[str, int]) -> Method:
             f"{method.name} trains a client's copy before its test, which has no rank by client; set "
             "method.finetune = 0, or leave model.adapter.ranks out"
         )
-    return replace(method, plan=RankPlan(method.plan, tuple(sorted(ranks.items()))))
+    return replace(method, plan=RankPlan(method.plan, ranks))
 
 
 @dataclass(frozen=True)
@@ -41,24 +42,17 @@ class RankPlan:
 
     Attributes:
         planner: The planner of the method.
-        ranks: The rank of each client.
+        ranks: The rank of each client. Others, which only test the model, have all pieces.
     """
 
     planner: Planner
-    ranks: tuple[tuple[str, int], ...]
+    ranks: Mapping[str, int]
 
     def __call__(self, model: Model, round_info: RoundInfo) -> Plan:
-        rank = _table(self.ranks)[round_info.client]
+        plan, rank = self.planner(model, round_info), self.ranks.get(round_info.client, math.inf)
         beyond = {name for name, tags in model.tags.items() if _rank(tags) > rank}
         beyond |= {copy for name in beyond if (copy := copy_name(name)) in model.tags}
-        return (
-            _without(self.planner(model, round_info), frozenset(beyond)) if beyond else self.planner(model, round_info)
-        )
-
-
-@lru_cache(maxsize=8)
-def _table(ranks: tuple[tuple[str, int], ...]) -> dict[str, int]:
-    return dict(ranks)
+        return _without(plan, frozenset(beyond)) if beyond else plan
 
 
 def _rank(tags: Names) -> int:

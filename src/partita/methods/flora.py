@@ -16,6 +16,7 @@ from partita.core.plan import Plan, RoundInfo, share
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, Tensors, add
 from partita.core.update import Aggregate, Update
+from partita.methods.lora import factors
 
 A, B, W = ".lora_A.weight", ".lora_B.weight", ".weight"  # (rank, in), (out, rank), (out, in)
 
@@ -45,12 +46,6 @@ def flora(
     return Method(
         "flora", plan=plan, server_rule=rule, extend=lambda model, key: model.low_rank(rank, alpha, roles, key)
     )
-
-
-def factors(model: Model, head: bool) -> Names:
-    """Return the names of the low-rank factors and, with `head`, of the head unless it is tied to the embeddings."""
-    own = model.names("lora")
-    return own | {name for name, tags in model.tags.items() if head and "head" in tags and "embedding" not in tags}
 
 
 def layers(names: Iterable[str]) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from partita.core.method import Method
+from partita.core.model import Model
 from partita.core.options import Count, Positive
+from partita.core.tensors import Names
 
 
 def lora(
@@ -19,3 +21,9 @@ def lora(
     """
     options = {"rank": rank, "alpha": alpha, "roles": roles, "head": head}
     return Method("lora", extend=lambda model, key: model.adapted("lora", key, **options))
+
+
+def factors(model: Model, head: bool) -> Names:
+    """Return the names of the low-rank factors and, with `head`, of the head unless it is tied to the embeddings."""
+    own = model.names("lora")
+    return own | {name for name, tags in model.tags.items() if head and "head" in tags and "embedding" not in tags}

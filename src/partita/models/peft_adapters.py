@@ -30,6 +30,7 @@ from partita.models.pretrained import seeded
 from partita.models.vmap_layers import use_vmap_layers
 
 ON_CONV1D = ("lora", "ia3")  # kinds that PEFT also has for the Conv1D of GPT-2
+ON_QUANTIZED = ("lora", "ia3")  # kinds that call the layer and do not compute with its weight; DoRA does
 ParameterSlots = dict[str, tuple[ParameterSlot, ...]]
 
 # By kind: the class of PEFT's config, and its options beside `target_modules`.
@@ -243,6 +244,11 @@ def _sites(
             raise ModelError(
                 f"rank is {options.rank}, but '{path}' is {out} x {into}; use a rank from 1 to {min(out, into)}"
             )
+    if options.dora or options.kind not in ON_QUANTIZED:
+        what = "dora" if options.dora else f"kind = '{options.kind}'"
+        for path, value in module.named_parameters():
+            if path.removesuffix(".weight") in sites and not value.is_floating_point():
+                raise ModelError(f"{what} needs the weights, but '{path}' is quantized; leave model.quantize out")
     for part in module.modules():
         if isinstance(part, split_qkv.SplitQKV) and any(
             part.get_submodule(name) in sites.values() for name in split_qkv.PARTS
