@@ -55,7 +55,9 @@ def main() -> None:
         write_texts(folder / "texts", max(clients for clients, _ in WAYS), chosen.tokens)
         rows = [measure(folder, weights, clients, block, chosen.quantize, chosen.tokens) for clients, block in WAYS]
     about = environment(torch.device("cpu"), "auto", f"LoRA of rank 8, one step of batch 1 x {chosen.tokens} tokens")
-    print(f"{chosen.size}, {chosen.quantize or 'bfloat16'}: {weights / GIB:.2f} GiB of bfloat16 weights; {about['work']}")
+    print(
+        f"{chosen.size}, {chosen.quantize or 'bfloat16'}: {weights / GIB:.2f} GiB of bfloat16 weights; {about['work']}"
+    )
     for row in rows:
         limit = 1.2 * weights + GIB
         print(
@@ -66,9 +68,7 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "weights": weights, "results": rows}, indent=1) + "\n")
 
 
-def measure(
-    folder: Path, weights: int, clients: int, block: int, quantize: str | None, tokens: int
-) -> dict[str, Any]:
+def measure(folder: Path, weights: int, clients: int, block: int, quantize: str | None, tokens: int) -> dict[str, Any]:
     config: dict[str, Any] = {
         "rounds": 1,
         "data": {"name": "lm", "path": str(folder / "texts"), "group": "author", "block_size": tokens, "test": 0.25},
