@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from flower_fixtures import FakeGrid
 from flower_fixtures import task_identity as task_identity
 from flwr.app import Context, Message, RecordDict
@@ -19,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from transformers import ViTConfig, ViTForImageClassification
 
 import partita
-from partita.core import tensors
 from partita.core.rng import Key
 from partita.core.settings import RunError
 from partita.experiment import flower_app, run_folder, runner
@@ -83,14 +81,6 @@ def test_digest_is_a_sha256_of_the_frozen_weights(folder: Path) -> None:
     assert plain.base_digest == experiment.base_digest, "an adapter leaves the base as it is"
     assert build(config_beside(folder, "model.dtype=bfloat16")).base_digest != experiment.base_digest
     assert build(config_beside(folder, "model.frozen=[]")).base_digest == ""
-
-
-def test_sha256_reads_names_types_shapes_and_bits() -> None:
-    value = {"a": torch.zeros(2, 3)}
-    others = [{"b": torch.zeros(2, 3)}, {"a": torch.zeros(3, 2)}, {"a": torch.zeros(2, 3, dtype=torch.int32)}]
-    others.append({"a": -torch.zeros(2, 3)})
-    assert len({tensors.sha256(each) for each in (value, *others)}) == 5
-    assert tensors.sha256(value) == tensors.sha256({"a": torch.zeros(3, 2).T})
 
 
 def test_resumed_run_refuses_a_changed_base(folder: Path, tmp_path: Path) -> None:
