@@ -177,7 +177,7 @@ def dequantize(packed: Tensor, tables: Tensor, mode: Mode, shape: tuple[int, int
     kinds = [(blocks * BLOCK // 2, torch.uint8), (-(-blocks // SCALE_BLOCK), torch.float32), (1, torch.float32)]
     codes, outer, offset, inner = _split(packed, [*kinds, (blocks, torch.uint8)])
     scales = functional.embedding(inner.int(), tables[:, 2:]).flatten()
-    scales = scales * outer.repeat_interleave(SCALE_BLOCK, output_size=len(outer) * SCALE_BLOCK)[:blocks] + offset
+    scales = scales * outer.unsqueeze(1).expand(-1, SCALE_BLOCK).reshape(-1)[:blocks] + offset
     pairs = functional.embedding(codes.int(), tables[:, :2])  # a byte holds two codes
     values = (pairs.view(blocks, BLOCK) * scales.unsqueeze(1)).to(dtype)
     return values.flatten()[: out * into].view(out, into)
