@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import ViTConfig, ViTForImageClassification
 
 import partita
+from partita.core import tensors
 from partita.core.rng import Key
 from partita.core.settings import RunError
 from partita.experiment import flower_app, run_folder, runner
@@ -147,6 +148,18 @@ def test_site_with_another_base_is_refused_by_name(folder: Path, tmp_path: Path)
     assert client == "c0"
     assert reason.startswith("the frozen weights of vit have the digest '")
     assert "copy the files of model.path from the server to the site" in reason
+
+
+def test_site_hashes_its_base_once_in_a_session(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+
+    def count(values: tensors.Tensors) -> str:
+        hashed.append(values)
+        return "digest"
+
+    monkeypatch.setattr(tensors, "sha256", count)
+    assert serve(folder, tmp_path / "run", change=False)["round"] == 1
+    assert len(hashed) == 2, "once by the server and once by the site, in two rounds"
 
 
 def test_frozen_model_without_an_adapter_is_refused(folder: Path) -> None:
