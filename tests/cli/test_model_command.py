@@ -6,14 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import BertConfig, FalconConfig, MPNetConfig, SwinConfig, T5Config
+import torch
+from base_fixtures import frozen_weights, load, save_llama
+from transformers import BertConfig, FalconConfig, GPT2Config, MPNetConfig, SwinConfig, T5Config, ViTConfig
 from typer.testing import CliRunner
 
 from partita.cli.main import app
+from partita.core.rng import Key
 from partita.experiment.model_table import model_table
+from partita.methods.lora import factors
 from partita.models import ModelError
+from partita.models.quantization import Mode
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 50}
+
+IMAGES = {name: size for name, size in SMALL.items() if name != "vocab_size"}
 
 
 def save(config: object, folder: Path) -> str:
@@ -67,3 +74,48 @@ def test_task_is_that_of_the_checkpoint_unless_given(tmp_path: Path) -> None:
     t5 = save(T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, vocab_size=50), tmp_path / "t5")
     with pytest.raises(ModelError, match=r"is a 't5', for which transformers has no AutoModelForImageClassification"):
         model_table(t5, "image")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("storage", "dtype", "quantize"),
+    [("float32", "float32", None), ("bfloat16", "bfloat16", None), *((m, "bfloat16", m) for m in ("8bit", "4bit"))],
+)
+def test_memory_of_a_frozen_base_is_that_of_a_real_one(
+    storage: str, dtype: str, quantize: Mode | None, tied: bool, tmp_path: Path
+) -> None:
+    path = save_llama(tmp_path, tie_word_embeddings=tied)
+    table = model_table(path, "lm", rank=2, clients=3, batch_size=2, tokens=5).adapter
+    assert table is not None
+    model = load(path, frozen=("base",), dtype=dtype, quantize=quantize)
+    row = next(row for row in table.storages if row.storage == storage)
+    assert row.base == sum(value.nbytes for value in frozen_weights(model).values())
+    adapted = model.low_rank(2, 16.0, ("query", "value"), Key(0))
+    own = [adapted.initial[name] for name in factors(adapted, head=True)]
+    assert len(own) == len(adapted.initial) == 8 + (not tied)
+    assert table.trains == sum(value.numel() for value in own)
+    assert table.up == table.checkpoint == sum(value.nbytes for value in own)
+    activations = 2 * 5 * (34 * (2 if dtype == "float32" else 1) * 2 * 16 + 8 * 32)
+    assert row.training == row.base + 3 * (16 * table.trains + activations)
+    if storage == "bfloat16":
+        assert table.activations == activations
+
+
+def test_model_without_linear_weights_shows_what_can_be_stored(tmp_path: Path) -> None:
+    config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=32, n_positions=8)
+    output = CliRunner().invoke(app, ["model", save(config, tmp_path), "--task", "lm"]).output
+    assert "LoRA over a frozen base: roles: no linear layer of gpt2 is tagged 'query'" in output
+    assert "training 8 clients" not in output
+    llama = CliRunner().invoke(app, ["model", save_llama(tmp_path / "llama"), "--rank", "99"]).output
+    assert "LoRA over a frozen base: rank is 99, but" in llama
+
+
+def test_frozen_base_is_shown_for_the_options_of_the_command(tmp_path: Path) -> None:
+    path = save_llama(tmp_path, torch.bfloat16)
+    shown = CliRunner().invoke(app, ["model", path, "--rank", "4", "--clients", "3", "--batch-size", "2"]).output
+    assert "LoRA of rank 4 on query and value over a frozen base: " in shown
+    assert "training 3 clients, MiB" in shown
+    assert "in batches of 2 x 512 tokens" in shown
+    vit = model_table(save(ViTConfig(image_size=32, patch_size=8, **IMAGES), tmp_path / "vit")).adapter
+    assert vit is not None
+    assert vit.tokens == 16

@@ -106,6 +106,9 @@ def test_everything_else_is_the_base_model() -> None:
     expected = BASE.skip_layers(frozenset({"layer.1"}))(BASE.initial, batch.inputs).logits
     assert torch.equal(shorter(MODEL.initial, batch.inputs).logits, expected)
     assert shorter.all_names() == MODEL.all_names()
+    frozen = small_vit(frozen=["embedding"])
+    assert frozen.frozen_weights()
+    assert tensors.equal(add_personal_copy(frozen).frozen_weights(), frozen.frozen_weights())
 
 
 def test_copies_move_to_a_device_with_their_original() -> None:

@@ -100,6 +100,14 @@ def test_equal_compares_bits() -> None:
     assert tensors.equal({"a": transposed}, {"a": transposed.contiguous()})
 
 
+def test_sha256_reads_names_types_shapes_and_bits() -> None:
+    value = {"a": torch.zeros(2, 3)}
+    others = [{"b": torch.zeros(2, 3)}, {"a": torch.zeros(3, 2)}, {"a": torch.zeros(2, 3, dtype=torch.int32)}]
+    others.append({"a": -torch.zeros(2, 3)})
+    assert len({tensors.sha256(each) for each in (value, *others)}) == 5
+    assert tensors.sha256(value) == tensors.sha256({"a": torch.zeros(3, 2).T})
+
+
 def test_digest_has_16_bytes_and_ignores_the_order_of_names() -> None:
     assert len(tensors.digest({"a": A})) == 32
     assert tensors.digest({"a": A, "b": B}) == tensors.digest({"b": B, "a": A})

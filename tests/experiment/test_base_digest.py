@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from flower_fixtures import FakeGrid
 from flower_fixtures import task_identity as task_identity
 from flwr.app import Context, Message, RecordDict
@@ -85,14 +84,6 @@ def test_digest_is_a_sha256_of_the_frozen_weights(folder: Path) -> None:
     assert build(config_beside(folder, "model.frozen=[]")).base_digest == ""
 
 
-def test_sha256_reads_names_types_shapes_and_bits() -> None:
-    value = {"a": torch.zeros(2, 3)}
-    others = [{"b": torch.zeros(2, 3)}, {"a": torch.zeros(3, 2)}, {"a": torch.zeros(2, 3, dtype=torch.int32)}]
-    others.append({"a": -torch.zeros(2, 3)})
-    assert len({tensors.sha256(each) for each in (value, *others)}) == 5
-    assert tensors.sha256(value) == tensors.sha256({"a": torch.zeros(3, 2).T})
-
-
 def test_resumed_run_refuses_a_changed_base(folder: Path, tmp_path: Path) -> None:
     place, config = tmp_path / "run", config_beside(folder)
     rows = runner.start(config, place)
@@ -157,6 +148,18 @@ def test_site_with_another_base_is_refused_by_name(folder: Path, tmp_path: Path)
     assert client == "c0"
     assert reason.startswith("the frozen weights of vit have the digest '")
     assert "copy the files of model.path from the server to the site" in reason
+
+
+def test_site_hashes_its_base_once_in_a_session(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+
+    def count(values: tensors.Tensors) -> str:
+        hashed.append(values)
+        return "digest"
+
+    monkeypatch.setattr(tensors, "sha256", count)
+    assert serve(folder, tmp_path / "run", change=False)["round"] == 1
+    assert len(hashed) == 2, "once by the server and once by the site, in two rounds"
 
 
 def test_frozen_model_without_an_adapter_is_refused(folder: Path) -> None:

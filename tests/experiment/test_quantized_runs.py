@@ -72,6 +72,22 @@ def test_block_equals_clients_one_by_one(mode: str, privacy: tuple[str, ...], ex
     assert apart(one, start) > 1e-3, "the adapter has trained"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, about itself
+@pytest.mark.parametrize("mode", ["8bit", "4bit"])
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_steps_captured_on_a_gpu_equal_those_of_a_cpu(
+    mode: str, compiled: str, experiment: Path, tmp_path: Path
+) -> None:
+    changes = (f"model.quantize={mode}", "training.lr=0.01", "engine.clients_per_block=3")
+    gpu = ("engine.device=cuda", "engine.cuda_graphs=true", f"engine.compile={compiled}")
+    here, there = (
+        trained(config_of(experiment, *changes, *more), tmp_path / str(len(more)))
+        for more in (("engine.device=cpu",), gpu)
+    )
+    assert apart(here, {name: value.cpu() for name, value in there.items()}) < 1e-4
+
+
 def test_ghost_and_direct_clipping_agree(experiment: Path, tmp_path: Path) -> None:
     one, other = (
         trained(

@@ -209,6 +209,7 @@ def test_towers_are_frozen_in_one_precision_and_prompts_train_in_float32() -> No
     assert towers.initial["logit_scale"].dtype == torch.float32
     model = towers.prompted("prompts", KEY, text_tokens=2, vision_tokens=2, owners=("global", "local"), fusion="both")
     assert model.towers.module is towers.module, "held once"  # type: ignore[attr-defined]
+    assert model.frozen_weights().keys() == towers.frozen_weights().keys() == towers.module.state_dict().keys()
     assert {value.dtype for value in model.initial.values()} == {torch.float32}
     params = {name: value.requires_grad_() for name, value in perturbed(model).items()}
     out = model(params, PIXELS)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from partita.core import tensors
 from partita.core.rng import Key
-from partita.models import ModelError
+from partita.models import ModelError, quantization
 from partita.models.quantization import (
     BLOCK,
     NF4,
@@ -100,6 +100,13 @@ def test_nf4_codes_are_the_nearest_ones(seed: int) -> None:
     assert torch.allclose(distance.gather(2, codes.long().unsqueeze(-1)).squeeze(-1), distance.amin(-1), atol=1e-6)
     values = dequantize(packed, layer.tables, "4bit", (4, 64), torch.float32)
     assert torch.allclose(values, torch.tensor(NF4)[codes.long()] * weight.abs().amax(1, keepdim=True), atol=0.05)
+
+
+def test_codes_do_not_depend_on_how_many_blocks_are_quantized_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = noise(300, 70)
+    packed = quantize(weight, "4bit")
+    monkeypatch.setattr(quantization, "CHUNK", 3)
+    assert torch.equal(quantize(weight, "4bit"), packed)
 
 
 def test_codes_are_those_of_bitsandbytes() -> None:

@@ -233,7 +233,7 @@ def _site(context: Context, config: Path) -> Site:
         experiment.device,
         experiment.evaluator,
         shared_digest(shared),
-        experiment.base_digest,
+        lambda: experiment.base_digest,
         _answered(Path(str(place)), experiment.run.secret, name),
     )
 

@@ -14,8 +14,11 @@ from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job
 from partita.core.settings import Run, Training
 from partita.engines.dry_run import null_update
+from partita.experiment.adapter_table import AdapterTable, adapter_table
 from partita.experiment.builder import build_method
 from partita.experiment.preview import DATA_DEPENDENT
+from partita.models import ModelError
+from partita.models.adapter import FunctionalModel
 from partita.models.without_weights import blocks_of, model_without_weights
 
 METHODS = ("fedavg", "fedfrozen", "safl", "fedper", "lora")
@@ -77,6 +80,8 @@ class ModelTable:
         blocks: Whether clients can train in blocks; None if a run must try it.
         why: Why not.
         methods: One row per method.
+        adapter: A LoRA adapter over a frozen base; None if the model has no place for one.
+        adapter_problem: Why it has none; "" if it has one.
     """
 
     path: str
@@ -87,6 +92,8 @@ class ModelTable:
     blocks: bool | None
     why: str
     methods: tuple[MethodRow, ...]
+    adapter: AdapterTable | None
+    adapter_problem: str
 
     def to_json(self) -> dict[str, object]:
         """Return the fields as a dict for JSON."""
@@ -113,7 +120,29 @@ class ModelTable:
         for cost in self.methods:
             if cost.problem:
                 console.print(f"{cost.method}: {cost.problem}", soft_wrap=True, highlight=False)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n" + NOTE
+        console.print(f"\n{NOTE}", soft_wrap=True, highlight=False)
+        if self.adapter:
+            self._print_adapter(console, self.adapter)
+        else:
+            console.print(f"LoRA over a frozen base: {self.adapter_problem}", soft_wrap=True, highlight=False)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+    def _print_adapter(self, console: Console, adapter: AdapterTable) -> None:
+        console.print(
+            f"LoRA of rank {adapter.rank} on {' and '.join(adapter.roles)} over a frozen base: {adapter.trains:,} "
+            f"parameters train; {adapter.up:,} bytes up and down; {adapter.checkpoint:,} bytes in a checkpoint\n",
+            soft_wrap=True,
+            highlight=False,
+        )
+        training = f"training {adapter.clients} clients, MiB"
+        table = _table("Frozen base", ("storage", "base, MiB", training))
+        for row in adapter.storages:
+            if not row.problem:
+                table.add_row(row.storage, *(f"{-(-size // 2**20):,}" for size in (row.base, row.training)))
+        console.print(table)
+        for problem in {row.problem: None for row in adapter.storages if row.problem}:
+            console.print(problem, soft_wrap=True, highlight=False)
+        console.print(f"\n{ADAPTER_NOTE.format(adapter)}", soft_wrap=True, highlight=False)
 
     def _blocks(self) -> str:
         if self.blocks is None:
@@ -127,18 +156,32 @@ NOTE = (
 )
 
 
-def model_table(path: str, kind: str | None = None) -> ModelTable:
+ADAPTER_NOTE = (
+    "Training holds the base once, and for each client 16 bytes per trained parameter (value, gradient, two\n"
+    "moments) and an estimate of its activations: 34 bytes per token, layer and unit of width in bfloat16, and 8\n"
+    "bytes per token and word of a language model, in batches of {0.batch_size} x {0.tokens} tokens.\n"
+)
+
+
+def model_table(
+    path: str, kind: str | None = None, rank: int = 8, clients: int = 8, batch_size: int = 8, tokens: int = 512
+) -> ModelTable:
     """Describe a model from its config alone.
 
     Args:
         path: Folder or Hub id.
         kind: Name of the kind of task. Default: the first that fits.
+        rank: Rank of the LoRA adapter.
+        clients: Clients that train together, for the estimate of memory.
+        batch_size: Examples in a batch, for the estimate of memory.
+        tokens: Tokens of a text, for the estimate of memory.
 
     Raises:
         ModelError: If there is no such model, or it does not fit the kind.
     """
     model = model_without_weights(path, kind)
     blocks, why = blocks_of(model)
+    adapter, problem = _adapter(model, path, rank, clients, batch_size, tokens)
     return ModelTable(
         path=path,
         model_type=str(model.module.config.model_type),
@@ -148,7 +191,18 @@ def model_table(path: str, kind: str | None = None) -> ModelTable:
         blocks=blocks,
         why=why,
         methods=tuple(_cost(name, model) for name in METHODS),
+        adapter=adapter,
+        adapter_problem=problem,
     )
+
+
+def _adapter(
+    model: FunctionalModel, path: str, rank: int, clients: int, batch_size: int, tokens: int
+) -> tuple[AdapterTable | None, str]:
+    try:
+        return adapter_table(model, path, model.kind.name, rank, clients, batch_size, tokens), ""
+    except ModelError as error:
+        return None, str(error)
 
 
 def _roles(model: Model) -> tuple[RoleRow, ...]:
@@ -185,5 +239,7 @@ def _cost(name: str, base: Model) -> MethodRow:
 def _table(title: str, headings: tuple[str, ...]) -> Table:
     table = Table(title=title, box=None, header_style="bold", title_style="bold", title_justify="left")
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("role", "method", "for example") else "right")
+        table.add_column(
+            heading, justify="left" if heading in ("role", "method", "storage", "for example") else "right"
+        )
     return table

@@ -256,13 +256,16 @@ def from_module(
     own = dict(module.named_parameters())
     tags = tags_of(module)
     frozen_names = frozen_parameters(name, module, frozen)
-    quantized = frozenset[str]() if quantize is None else quantizable(name, module, frozen_names)
+    quantized = frozenset[str]()
+    if quantize is not None:
+        quantized = quantizable(name, module, frozen_names)
+        warn_of_trained(module, frozen_names)
     param_dtype = None if dtype is None else torch.float32  # in half precision, small updates would be lost to rounding
+    parameter_slots = _parameter_slots(module, [path for path in own if path not in frozen_names])
     initial: Tensors = {}
-    for path, value in own.items():
-        if path not in frozen_names:
-            initial[path] = value.detach().to(param_dtype, copy=True)
-            value.data = value.data.new_empty(0)  # at once, so that memory never holds all of them twice
+    for path, slots in parameter_slots.items():
+        initial[path] = own.pop(path).detach().to(param_dtype, copy=True)
+        _empty({path: slots})  # at once, so that memory never holds all of them twice
     if dtype is not None:
         for path in frozen_names:
             own[path].data = own[path].data.to(dtype)
@@ -270,12 +273,10 @@ def from_module(
             if path.endswith(("running_mean", "running_var")):  # batch norms need all their values in one dtype
                 buffer.data = buffer.data.to(dtype)
     if quantize is not None:
-        warn_of_trained(module, frozen_names)
-        quantize_frozen(module, quantize, quantized)
         for path in frozen_names - quantized:
             own[path].data = own[path].data.clone()  # a view of a file would keep the pages of all weights in memory
-    parameter_slots = _parameter_slots(module, initial.keys())
-    _empty(parameter_slots)
+        own.clear()  # so that each weight is freed as soon as its codes are there
+        quantize_frozen(module, quantize, quantized)
     return FunctionalModel(
         name=name,
         module=module,

@@ -304,7 +304,7 @@ def load_module(
     """
     load: Callable[..., Any] = kind.from_pretrained
     with seeded(key):
-        shapes = _without_values(config, kind)
+        shapes = without_values(config, kind)
     frozen = tuple(frozen)
     fixed = frozen_parameters(config.model_type, shapes, frozen) if frozen else frozenset[str]()
     _check_size(path, shapes, fixed, dtype, quantize)
@@ -362,7 +362,7 @@ def _reset_statistics(module: PreTrainedModel, head: Names, missing: set[str]) -
     return reset
 
 
-def _without_values(config: Any, kind: Any) -> PreTrainedModel:
+def without_values(config: Any, kind: Any) -> PreTrainedModel:
     """Return the module on the meta device, where it has names and shapes but no values, with split projections."""
     with without_logs(), torch.device("meta"):
         module: PreTrainedModel = kind.from_config(config, trust_remote_code=False)
@@ -380,25 +380,27 @@ def _check_size(
         what = f"the model of '{path}' with its frozen weights in {held}"
     else:
         what, remedy = f"the model of '{path}' in float32", f"{remedy}; model.dtype = 'bfloat16' halves a frozen base"
-    memory.require(model_bytes(shapes, fixed, dtype, quantize), what, remedy)
+    trained = sum(value.numel() for name, value in shapes.named_parameters() if name not in fixed)
+    wanted = stored_size(shapes, fixed, dtype, quantize) + torch.float32.itemsize * trained
+    memory.require(wanted, what, remedy)
 
 
-def model_bytes(shapes: PreTrainedModel, fixed: Names, dtype: torch.dtype | None, quantize: Mode | None) -> int:
-    """Return how many bytes the parameters of a model take: frozen ones as they are stored, others in float32.
+def stored_size(shapes: PreTrainedModel, fixed: Names, dtype: torch.dtype | None, quantize: Mode | None) -> int:
+    """Return how many bytes frozen parameters take as they are stored.
 
     Args:
         shapes: The module, which may be on the meta device.
         fixed: The names of the frozen parameters.
-        dtype: The dtype of frozen parameters. Default: float32.
-        quantize: The format of frozen linear weights.
+        dtype: Their dtype. Default: float32.
+        quantize: The format of linear weights.
     """
     codes = quantizable(str(shapes.config.model_type), shapes, fixed) if quantize else frozenset[str]()
     total = 0
     for name, value in shapes.named_parameters():
         if quantize and name in codes:
             total += stored_bytes(quantize, *value.shape)
-        else:
-            total += value.numel() * (dtype if dtype and name in fixed else torch.float32).itemsize
+        elif name in fixed:
+            total += value.numel() * (dtype or torch.float32).itemsize
     return total
 
 

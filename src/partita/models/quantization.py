@@ -24,6 +24,7 @@ from partita.models.architectures import tags_of
 
 Mode = Literal["8bit", "4bit"]
 BLOCK, SCALE_BLOCK = 64, 256  # weights that share a scale, and scales that share a scale
+CHUNK = 2**14  # blocks that are quantized at once, to save memory
 LARGEST = 127  # absolute value of an int8 code
 # Quantiles of the normal distribution, scaled to [-1, 1], as in bitsandbytes.
 NF4 = (
@@ -176,7 +177,7 @@ def dequantize(packed: Tensor, tables: Tensor, mode: Mode, shape: tuple[int, int
     kinds = [(blocks * BLOCK // 2, torch.uint8), (-(-blocks // SCALE_BLOCK), torch.float32), (1, torch.float32)]
     codes, outer, offset, inner = _split(packed, [*kinds, (blocks, torch.uint8)])
     scales = functional.embedding(inner.int(), tables[:, 2:]).flatten()
-    scales = scales * outer.repeat_interleave(SCALE_BLOCK, output_size=len(outer) * SCALE_BLOCK)[:blocks] + offset
+    scales = scales * outer.unsqueeze(1).expand(-1, SCALE_BLOCK).reshape(-1)[:blocks] + offset
     pairs = functional.embedding(codes.int(), tables[:, :2])  # a byte holds two codes
     values = (pairs.view(blocks, BLOCK) * scales.unsqueeze(1)).to(dtype)
     return values.flatten()[: out * into].view(out, into)
@@ -217,8 +218,11 @@ def _tables() -> Tensor:
 
 def _nearest(values: Tensor, scales: Tensor, code_book: Tensor) -> Tensor:
     """Return the index of the nearest entry of the code book to each value (block, value) over its block's scale."""
-    scaled = (values * (1.0 / scales.clamp(min=1e-38)).unsqueeze(1)).clamp(-1, 1)
-    return torch.bucketize(scaled, (code_book[:-1] + code_book[1:]) / 2, out_int32=True).to(torch.uint8)
+    ends, found = (code_book[:-1] + code_book[1:]) / 2, []
+    for part, scale in zip(values.split(CHUNK), scales.split(CHUNK), strict=True):
+        scaled = (part * (1.0 / scale.clamp(min=1e-38)).unsqueeze(1)).clamp_(-1, 1)
+        found.append(torch.bucketize(scaled, ends, out_int32=True).to(torch.uint8))
+    return torch.cat(found)
 
 
 def _blocks(values: Tensor, size: int) -> Tensor:

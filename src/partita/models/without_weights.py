@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from partita.core.options import closest_match
 from partita.core.tensors import Tensors
 from partita.models import ModelError
-from partita.models.adapter import FunctionalModel, from_module, without_logs
+from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import is_known
 from partita.models.lifting import why_one_by_one
-from partita.models.pretrained import check_kind, config_for, load_config
+from partita.models.pretrained import check_kind, config_for, load_config, without_values
 from partita.tasks import KINDS, Normalization, TaskKind
 
 TOKENS = 8  # of the texts that the forward pass is tried on
@@ -46,15 +47,19 @@ def model_without_weights(path: str, kind: str | None = None) -> FunctionalModel
     Raises:
         ModelError: If there is no such model, or it does not fit the kind.
     """
+    kind_of_task, module = module_without_weights(path, kind)
+    return from_module(str(module.config.model_type), module, kind=kind_of_task)
+
+
+def module_without_weights(path: str, kind: str | None = None) -> tuple[TaskKind, PreTrainedModel]:
+    """Return the kind of task and the module on the meta device. The arguments are those of `model_without_weights`."""
     if kind is not None and kind not in KINDS:
         raise ModelError(f"there is no kind of task '{kind}'; {closest_match(kind, KINDS)}")
     task = AnyTask(KINDS[kind] if kind else _kind_of(path))
     config = config_for(path, task)
     auto_class = getattr(transformers, task.kind.auto_class)
     check_kind(path, config, auto_class, task)
-    with without_logs(), torch.device("meta"):
-        module = auto_class.from_config(config, trust_remote_code=False)
-    return from_module(config.model_type, module, kind=task.kind)
+    return task.kind, without_values(config, auto_class)
 
 
 def _kind_of(path: str) -> TaskKind:

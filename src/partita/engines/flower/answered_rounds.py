@@ -21,7 +21,7 @@ class HistoryError(ValueError):
     """A site's record cannot be read. Continuing without it would be unsafe."""
 
 
-def register_job(path: Path, job_id: JobId) -> bool:
+def register_job(path: Path, job_id: JobId, base: str = "") -> bool:
     """Record a job and check that it is not a replay.
 
     Rounds never decrease within a session, and a session that was replaced by another does not return. So a replayed
@@ -30,6 +30,7 @@ def register_job(path: Path, job_id: JobId) -> bool:
     Args:
         path: The site's session file.
         job_id: The job.
+        base: Digest of the site's frozen weights.
 
     Returns:
         Whether the session is new.
@@ -52,8 +53,15 @@ def register_job(path: Path, job_id: JobId) -> bool:
             job_id.client, f"has seen {SESSIONS_KEPT} sessions of this run; delete {path.name} to continue"
         )
     if new or job_id.round > record["round"]:
-        atomic_files.write(path, json.dumps({**record, "session": job_id.session, "round": job_id.round}).encode())
+        record |= {"session": job_id.session, "round": job_id.round, "base": base}
+        atomic_files.write(path, json.dumps(record).encode())
     return new
+
+
+def base_in_session(path: Path, session: str) -> str | None:
+    """Return the digest of the site's frozen weights as recorded in this session; None if it is a new one."""
+    record = _read(path) or {"session": ""}
+    return record.get("base") if record["session"] == session else None
 
 
 def claim(path: Path, round: int, request: str) -> bool:

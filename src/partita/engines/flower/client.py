@@ -52,7 +52,7 @@ class Site:
     device: torch.device
     evaluator: Evaluator
     config: str = ""  # digest of the config that server and sites share
-    base: str = ""  # digest of the frozen weights
+    base: Callable[[], str] = str  # computes the digest of the frozen weights; default: there are none
     answered: Path | None = None  # record of the rounds for which noise was drawn; None: a file in `folder`
 
     @property
@@ -132,8 +132,11 @@ def evaluate(site: Site, content: RecordDict) -> RecordDict:
 def _accept(site: Site, content: RecordDict, done: int) -> tuple[SiteRequest, Plan, SimulationEngine]:
     """Return the request, its plan, and an engine for this one client. Check everything before changing any file."""
     request = messages.decode_job(content)
-    plan = check_request(site.run, site.model, site.client, site.config, site.base, request, done)
-    if answered_rounds.register_job(site.folder / SESSION, request.job_id):
+    # Hashing a large base takes seconds, so it is done for the first job of a session.
+    recorded = answered_rounds.base_in_session(site.folder / SESSION, request.job_id.session)
+    base = site.base() if recorded is None else recorded
+    plan = check_request(site.run, site.model, site.client, site.config, base, request, done)
+    if answered_rounds.register_job(site.folder / SESSION, request.job_id, base):
         (site.folder / COPY).unlink(missing_ok=True)
     store = DiskStore(site.folder / STATES, site.device)
     store.rewind(request.void)
