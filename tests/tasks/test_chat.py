@@ -282,7 +282,7 @@ def test_lm_evaluation_harness_reads_an_exported_model(exported: Callable[..., P
     asked = instances.Instance("loglikelihood", {}, ("what comes after one ?", " two ."), 0)
     [(likelihood, _)] = model.loglikelihood([asked])
     own, params = recorded(tmp_path / "run").model()
-    ids = model.tokenizer("what comes after one ? two .", add_special_tokens=False)["input_ids"]
-    shares = own(params, {"input_ids": torch.tensor([ids])}).logits[0].log_softmax(-1)
-    expected = sum(float(shares[place - 1, ids[place]]) for place in (5, 6))
+    context, continuation = model._encode_pair(*asked.args)
+    shares = own(params, {"input_ids": torch.tensor([context + continuation])}).logits[0].log_softmax(-1)
+    expected = sum(float(shares[place - 1, token]) for place, token in enumerate(continuation, len(context)))
     assert likelihood == pytest.approx(expected, abs=1e-3)
