@@ -347,3 +347,80 @@ def test_nothing_is_told_of_short_conversations(load: Callable[..., Task]) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load(ROWS).notes == ()
+
+
+# Templates as released with models, on a byte-level tokenizer
+
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+HEADERS = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|start|>' + message['role'] + '<|stop|>\n\n' + "
+    "message['content'] | trim + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant<|stop|>\n\n' }}{% endif %}"
+)
+INST = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+MODEL_TURNS = (
+    "{{ bos_token }}{% for message in messages %}{% set role = 'model' if message['role'] == 'assistant' else "
+    "message['role'] %}{{ '<|start|>' + role + '\n' + message['content'] | trim + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>model\n' }}{% endif %}"
+)
+
+
+def byte_level_tokenizer() -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    special = ["<s>", "<|im_end|>", "<|im_start|>", "<|start|>", "<|stop|>"]
+    backend = Tokenizer(models.BPE())
+    split: Any = pre_tokenizers.Split(pieces, "isolated")  # as LLaMA 3 and Qwen do
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(["what comes after one ?", "two comes after one .", "user assistant\n\n"] * 5, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<|im_end|>")
+
+
+@pytest.mark.parametrize("source", [CHATML, HEADERS, INST, MODEL_TURNS, PLAIN])
+@pytest.mark.parametrize("system", [False, True])
+def test_answers_by_templates_of_released_models(source: str, system: bool) -> None:
+    tokenizer = byte_level_tokenizer()
+    answers = ["two.", "Three — naïve 😀, with\n\nlines\n  and   spaces", "x"]
+    messages = [message("system", "Be brief.")] if system and source != INST else []
+    for number, answer in enumerate(answers):
+        messages += [message("user", f"question {number} <b>?"), message("assistant", answer)]
+    [found] = ChatTemplate(tokenizer, source).encode([messages], str)
+    assert [tokenizer.decode(found.ids[start:end]).lstrip(" ") for start, end in found.answers] == [
+        f"{answer}<|im_end|>" for answer in answers
+    ]
+    prompt = tokenizer.apply_chat_template(
+        messages[:-1], chat_template=source, add_generation_prompt=True, return_dict=False
+    )
+    assert found.ids[: found.answers[-1][0]] == prompt, "generation starts from the same tokens"
+
+
+@pytest.mark.parametrize("source", [CHATML, HEADERS, MODEL_TURNS, PLAIN])
+def test_a_first_answer_is_found_after_what_a_template_adds(source: str) -> None:
+    tokenizer = byte_level_tokenizer()
+    messages = [message("assistant", "hello"), message("user", "a"), message("assistant", "b")]
+    [found] = ChatTemplate(tokenizer, source).encode([messages], str)
+    texts = [tokenizer.decode(found.ids[start:end]).lstrip(" ") for start, end in found.answers]
+    assert texts == ["hello<|im_end|>", "b<|im_end|>"]
+
+
+def test_an_answer_that_merges_with_its_prompt_is_refused() -> None:
+    """The tokens of a prompt that ends with a line feed change if the answer starts with one."""
+    messages = [message("user", "a"), message("assistant", "\nb")]
+    with pytest.raises(DataError, match="remove white space at the start of answers"):
+        ChatTemplate(byte_level_tokenizer(), CHATML).encode([messages], str)

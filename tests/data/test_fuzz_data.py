@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import struct
+import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,10 @@ ROWS = [{"text": f"note {row}", "label": ("yes", "no")[row % 2], "site": row % 3
 WORDS = [
     {"tokens": ["no", "fever"], "tags": ["O", "B-Sign"]},
     {"tokens": ["mild", "cough"], "tags": ["B-Sign", "I-Sign"]},
+]
+TALKS = [
+    {"messages": [{"role": "user", "content": "no fever"}, {"role": "assistant", "content": f"note {row}"}]}
+    for row in range(6)
 ]
 TRACE = "round,client,work\n0,c0,0.5\n1,c1,1\n2,c2,0\n"
 LINES = [
@@ -65,7 +70,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     folder = tmp_path_factory.mktemp("tokenizer")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "no", "mild", "fever", "cough", "note"]
-    BertTokenizer(vocab={word: place for place, word in enumerate(words)}, model_max_length=20).save_pretrained(folder)
+    BertTokenizer(
+        vocab={word: place for place, word in enumerate(words)}, model_max_length=20, eos_token="[SEP]"
+    ).save_pretrained(folder)
     return str(folder)
 
 
@@ -95,6 +102,7 @@ def valid_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     (folder / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "all.json").write_text(json.dumps(ROWS))
     (folder / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in WORDS * 3))
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TALKS))
     (folder / "1.png").write_bytes(png())
     (folder / "trace.csv").write_text(TRACE)
     return {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -108,6 +116,10 @@ def load_file(file: Path, tokenizer: str) -> object:
         return load("images", Key(0), path=str(file.parent.parent), channels=1)
     if file.name.startswith("tokens"):
         return load("tokens", Key(0), path=str(file), tokenizer=tokenizer, max_length=16)
+    if file.name.startswith("chat"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # damage may lengthen a conversation
+            return load("chat", Key(0), path=str(file), tokenizer=tokenizer, template="plain", max_length=20)
     source = load_dataset(str(file), Key(0))
     return one_label(source, "label"), source.train.texts("text"), source.train.columns()
 
@@ -159,7 +171,8 @@ def try_to_load(name: str, data: bytes, folder: Path, tokenizer: str) -> str | N
     return message
 
 
-NAMES = ["all.parquet", "classes.parquet", "all.csv", "all.jsonl", "all.json", "tokens.jsonl", "1.png", "trace.csv"]
+NAMES = ["all.parquet", "classes.parquet", "all.csv", "all.jsonl", "all.json", "tokens.jsonl", "chat.jsonl"]
+NAMES += ["1.png", "trace.csv"]
 
 
 @pytest.mark.parametrize("name", NAMES)

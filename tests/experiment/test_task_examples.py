@@ -1,4 +1,4 @@
-"""The examples of pairs of texts, sequence to sequence and segmentation run as they are, and learn."""
+"""The examples of chat, pairs of texts, sequence to sequence and segmentation run as they are, and learn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from partita.core.rng import Key
-from partita.data.synthetic_files import COUNTRIES, SCENE_CLASSES, write_scenes
+from partita.data.synthetic_files import COUNTRIES, SCENE_CLASSES, SCHOOLS, write_scenes
 from partita.experiment import runner, starter
 from partita.experiment.config import load
 
@@ -71,3 +71,22 @@ def test_scenes_depend_only_on_the_key_and_masks_lie_under_strokes(tmp_path: Pat
         mask = np.asarray(image.open(tmp_path / "a" / row["mask"]))
         assert set(np.unique(mask)) <= {0, 1, 2}
         assert pixels[mask > 0].mean() > pixels[mask == 0].mean() + 20
+
+
+def test_chat_example_runs_and_every_answer_is_the_next_word(empty_folder: Path) -> None:
+    starter.write_example("chat", Path("chat.toml"))
+    rows = [json.loads(line) for line in Path("conversations/train.jsonl").read_text().splitlines()]
+    assert {row["school"] for row in rows} == set(SCHOOLS)
+    order = {word: words for words in SCHOOLS.values() for word in words}
+    for row in rows:
+        said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        for text in said:
+            told, _, side, known, _ = text.split()
+            words = order[known]
+            assert words[(words.index(known) + (1 if side == "after" else -1)) % len(words)] == told
+        assert len(said) == 1 or said[1].split()[3] == said[0].split()[0]
+    few = ["rounds=2", "evaluate.every=1", "evaluate.generate_examples=8", "training.epochs=1"]
+    rows = list(runner.start(load(Path("chat.toml"), few), Path("run")))
+    assert rows[1]["test"]["perplexity"] < rows[0]["test"]["perplexity"]
+    assert "exact_match" in rows[1]["test"]
+    assert len(json.loads(Path("run/samples.json").read_text())["samples"]) == 4

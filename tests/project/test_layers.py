@@ -61,7 +61,7 @@ LIBRARIES = {
     "rich": ["cli", "experiment.preview", "experiment.model_table", "report", "lab.commands"],
     "typer": ["cli"],
     "matplotlib": ["report", "lab.figures"],
-    "transformers": ["models", "data.tokenization"],
+    "transformers": ["models", "data.tokenization", "data.chat_template"],
     "peft": ["models.peft_adapters"],
     "sklearn": ["data", "evaluation"],
     "rouge_score": ["evaluation.generation"],

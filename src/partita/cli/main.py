@@ -17,6 +17,7 @@ from rich.console import Console
 
 from partita.cli import check as check_command
 from partita.cli import configs, flower, new
+from partita.cli import export as export_command
 from partita.cli import model as model_command
 from partita.cli.progress import Verbosity, follow, follow_all
 from partita.cli.stopping import Stopped, stop_on_signals
@@ -34,6 +35,7 @@ app.add_typer(flower.app, name="flower")
 configs.register(app)
 check_command.register(app)
 model_command.register(app)
+export_command.register(app)
 new.register(app)
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="Experiment config (TOML).")]

@@ -113,8 +113,9 @@ class ChatTemplate:
         """Return the text of a conversation, and the marked places in it."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        render: Any = render_jinja_template  # transformers declares another type than it returns
         try:
-            [text], marks = render_jinja_template(
+            [text], marks = render(
                 [messages],
                 chat_template=self.source,
                 add_generation_prompt=prompt,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from partita.core.data import NewClasses
 from partita.core.rng import Key
+from partita.data.choice_examples import ChoiceExamples
 from partita.data.errors import DataError
 from partita.data.image_reader import ImagesOnDisk, ReadAhead
 from partita.data.seq2seq_examples import Seq2SeqExamples
@@ -28,7 +29,7 @@ def select_rows(examples: Rows, rows: Tensor) -> Rows:
     if isinstance(examples, ImagesOnDisk):
         chosen = rows if examples.images is None else examples.images[rows]
         return replace(examples, images=chosen, targets=examples.targets[rows], ahead=ReadAhead())
-    assert not isinstance(examples, Seq2SeqExamples), "it has no classes"
+    assert not isinstance(examples, Seq2SeqExamples | ChoiceExamples), "it has no classes"
     if isinstance(examples, Table):
         inputs = {name: value[rows] for name, value in examples.inputs.items()}
         return replace(examples, inputs=inputs, targets=examples.targets[rows])

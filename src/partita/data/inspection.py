@@ -193,9 +193,9 @@ def _task(
         if kinds[name] in (LIST_OF_TEXTS, "list of classes") and _are_tags(name, kinds[name], values)
     ]
     if images:
-        named = [name for name in labels if kinds[name] == "class"]
-        if named:
-            return "images", {"image": images[0], "label": named[0]}, candidates
+        classes = [name for name in labels if kinds[name] == "class"]
+        if classes:
+            return "images", {"image": images[0], "label": classes[0]}, candidates
         targets = [label] if label else numbers
         return ("image_regression", {"image": images[0], "target": targets[0]}, candidates) if targets else (
             None, {"image": images[0]}, candidates

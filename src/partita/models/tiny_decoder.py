@@ -43,16 +43,14 @@ def write_tiny_decoder(
     vocabulary = {word: place for place, word in enumerate((*SPECIAL, *ROLES, *sorted(set(words))))}
     end = vocabulary["[SEP]"]
     sizes: dict[str, Any] = {"vocab_size": len(vocabulary), "max_position_embeddings": positions}
-    tokens = {"bos_token_id": vocabulary["[CLS]"], "eos_token_id": end, "pad_token_id": vocabulary["[PAD]"]}
+    sizes |= {"bos_token_id": vocabulary["[CLS]"], "eos_token_id": end, "pad_token_id": vocabulary["[PAD]"]}
     with without_logs(), seeded(key):
         if kind == "llama":
-            heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-            llama = LlamaConfig(
-                hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, **heads, **sizes, **tokens
-            )
+            sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+            llama = LlamaConfig(hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, **sizes)
             LlamaForCausalLM(llama).save_pretrained(folder)
         else:
-            gpt2 = GPT2Config(n_embd=width, n_layer=layers, n_head=4, **sizes, **tokens)
+            gpt2 = GPT2Config(n_embd=width, n_layer=layers, n_head=4, **sizes)
             GPT2LMHeadModel(gpt2).save_pretrained(folder)
         tokenizer = BertTokenizer(
             vocab=vocabulary,
