@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from partita.core.keyed_bits import example_seeds, keep_factors, place_id, random_words, uniforms
+from partita.core.keyed_bits import example_seeds, keep_factors, place_id, place_tensor, random_words, uniforms
 from partita.core.rng import Key
 
 KEY = Key(5) / "round" / 0
@@ -118,3 +118,8 @@ def test_words_are_the_same_on_every_machine() -> None:
     row = mixed(row ^ mixed(3 + 0x9E3779B9 & mask))
     word = half_mixed(row ^ mixed(5 + 2 * 0x9E3779B9 & mask))
     assert int(words_of(2, 4, 6)[1, 3, 5]) % 2**32 == word
+
+
+@pytest.mark.parametrize("place", [PLACE, 0, 2**63 - 1, 2**63, 2**64 - 1])
+def test_a_place_as_a_tensor_draws_the_same_words(place: int) -> None:
+    assert torch.equal(random_words(seeds_of(3), place_tensor(place), (4,)), words_of(3, 4, place=place))
