@@ -187,7 +187,7 @@ def operations(chosen: Any) -> float:
 
 
 def partita(chosen: Any, device: torch.device, block: int, mode: str) -> Side:
-    module = new_module(chosen, device)
+    module = new_module(SHAPES[chosen.shape], chosen.dtype, device)
     layers = SHAPES[chosen.shape]["num_hidden_layers"]
     frozen = ("embedding", *(f"layer.{layer}" for layer in range(layers)))
     dtype = None if chosen.dtype == torch.float32 else chosen.dtype
@@ -215,7 +215,9 @@ def bare_loop(chosen: Any, device: torch.device, compiled: bool) -> Side:
     mlp = ["gate_proj", "up_proj", "down_proj"]
     targets = [name for role in chosen.roles for name in (mlp if role == "mlp" else [names[role]])]
     config = LoraConfig(r=chosen.rank, lora_alpha=2 * chosen.rank, target_modules=targets, lora_dropout=0.0)
-    model = get_peft_model(new_module(chosen, device), config, autocast_adapter_dtype=False).train()
+    model = get_peft_model(
+        new_module(SHAPES[chosen.shape], chosen.dtype, device), config, autocast_adapter_dtype=False
+    ).train()
     factors = [value for value in model.parameters() if value.requires_grad]
     server = [value.detach().clone() for value in factors]
     table = texts(chosen, 1).task.train.to(device)
@@ -249,9 +251,9 @@ def bare_loop(chosen: Any, device: torch.device, compiled: bool) -> Side:
     return play
 
 
-def new_module(chosen: Any, device: torch.device) -> Any:
+def new_module(shape: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
     with torch.device(device), no_init_weights():
-        module = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[chosen.shape]), dtype=chosen.dtype)
+        module = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=dtype)
     module.tie_weights()
     draw = torch.Generator(device).manual_seed((Key(0) / "weights").seed() % 2**63)
     with torch.no_grad():

@@ -57,6 +57,8 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "training/private_gradients.py": ("tests/training/test_private_gradients.py", *PRIVATE),
     "core/hub.py": ("tests/core/test_hub.py",),
     "core/keyed_bits.py": ("tests/core/test_keyed_bits.py",),
+    "core/layer_compiler.py": ("tests/core/test_outside_vmap.py",),
+    "core/outside_vmap.py": ("tests/core/test_outside_vmap.py",),
     "core/averaging.py": ("tests/core/test_averaging.py",),
     "core/traffic.py": ("tests/core/test_traffic.py", "tests/core/test_rounds.py"),
     "core/update.py": ("tests/core/test_update_checks.py",),

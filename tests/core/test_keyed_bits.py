@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from partita.core.keyed_bits import example_seeds, keep_factors, place_id, random_words, uniforms
+from partita.core.keyed_bits import example_seeds, keep_factors, place_id, place_tensor, random_words, uniforms
 from partita.core.rng import Key
 
 KEY = Key(5) / "round" / 0
@@ -160,3 +160,8 @@ def test_the_smallest_kept_word_is_the_rate(rate: float) -> None:
     words = torch.tensor([-(2**31), bound - 1, bound, 2**31 - 1], dtype=torch.int32)
     assert keep_factors(words, rate, torch.float64).tolist() == pytest.approx([0, 0, 1 / (1 - rate), 1 / (1 - rate)])
     assert keep_factors(words, 1.0, torch.float64).dtype == torch.float64
+
+
+@pytest.mark.parametrize("place", [PLACE, 0, 2**63 - 1, 2**63, 2**64 - 1])
+def test_a_place_as_a_tensor_draws_the_same_words(place: int) -> None:
+    assert torch.equal(random_words(seeds_of(3), place_tensor(place), (4,)), words_of(3, 4, place=place))

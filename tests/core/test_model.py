@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from partita.core.data import Batch
-from partita.core.model import Model, TagError, input_side_names, layer_number, layer_tag, layer_tags, role_tag
+from partita.core.model import (
+    HeadOutput,
+    Model,
+    Output,
+    TagError,
+    input_side_names,
+    layer_number,
+    layer_tag,
+    layer_tags,
+    role_tag,
+)
 from partita.core.rng import Key
 
 
@@ -93,3 +103,21 @@ def test_role_is_independent_of_layer_and_tower() -> None:
     assert role_tag(frozenset({"query", "layer.3", "vision"})) == "query"
     assert role_tag(frozenset({"lora", "query", "layer.3", "text"})) == "lora"
     assert role_tag(frozenset({"layer.3", "text"})) == ""
+
+
+def test_logits_of_a_head_are_computed_when_they_are_read() -> None:
+    states, weight = torch.randn(2, 3, 4).bfloat16(), torch.randn(5, 4).bfloat16()
+    out = HeadOutput(states, weight, states[:, 0])
+    assert torch.equal(out.logits, (states @ weight.T).float())
+    assert out.logits.dtype == torch.float32
+    assert out.features is not None
+    whole = out.with_logits()
+    assert type(whole) is Output
+    assert torch.equal(whole.logits, out.logits)
+    assert whole.features is out.features
+    assert whole.with_logits() is whole
+    assert HeadOutput(states, weight).features is None
+
+
+def test_a_model_compiles_whole_unless_it_says_otherwise() -> None:
+    assert not Model().compiles_by_layer()

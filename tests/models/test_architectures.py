@@ -39,6 +39,7 @@ from partita.methods.fedfrozen import fedfrozen
 from partita.models import ModelError, split_qkv
 from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import table_tags
+from partita.models.attention import attention_hook, scaled_dot_product
 from partita.tasks import LM, MULTI_LABEL_TEXT
 from partita.tasks.losses import token_cross_entropy
 from partita.testing.conformance import check_method
@@ -291,6 +292,25 @@ def test_example_without_labeled_tokens_has_zero_loss() -> None:
     losses = token_cross_entropy(logits, targets)
     assert losses[0] == 0
     assert torch.autograd.grad(losses.sum(), logits)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("case", ["gpt2-lm", "llama-lm", "mistral-lm", "qwen3-lm"])
+def test_texts_without_padding_need_no_mask(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a CUDA graph, where transformers would build one. Mistral's window needs one."""
+    it, masks = make_case(case), list[Tensor | None]()
+    ids = inputs_of(it)["input_ids"]
+    full = it.model(it.params, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).logits
+
+    def watch(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
+        masks.append(mask)
+        return scaled_dot_product(query, key, value, mask, *rest)
+
+    monkeypatch.setattr("transformers.masking_utils.is_tracing", lambda *_: True)
+    with attention_hook(watch):
+        out = it.model(it.params, {"input_ids": ids}).logits
+    assert torch.allclose(out, full, atol=1e-5)
+    assert masks
+    assert all((mask is None) == (case != "mistral-lm") for mask in masks)
 
 
 # Memory

@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).resolve().parent.parent.parent / "src" / "partita"
 
 # Each line may import itself and the lines above it.
 CORE = [
-    ["core.torch_private", "core.hub"],
-    ["core.packed", "core.chacha"],
+    ["core.torch_private", "core.hub", "core.layer_compiler"],
+    ["core.packed", "core.chacha", "core.outside_vmap"],
     ["core.tensors", "core.rng", "core.options", "core.memory"],
     ["core.keyed_bits"],
     ["core.own_code"],

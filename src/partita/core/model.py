@@ -62,12 +62,12 @@ class HeadOutput(Output):
             object.__setattr__(self, name, value)
 
     @property
-    def logits(self) -> Tensor:  # type: ignore[override]
+    def logits(self) -> Tensor:
         if not torch.compiler.is_compiling():
             return upcast(functional.linear(self.states, self.weight))
         # By rows: with more dimensions, vmap needs a count that torch before 2.13 lacks for symbolic shapes.
         rows = functional.linear(self.states.flatten(0, -2), self.weight)
-        return upcast(rows.unflatten(0, self.states.shape[:-1]))
+        return upcast(rows.view(*self.states.shape[:-1], -1))
 
     def with_logits(self) -> Output:
         return Output(self.logits, self.features)

@@ -23,7 +23,7 @@ def outside_vmap(function: BlockFunction, values: Sequence[Tensor]) -> tuple[Ten
         function: Computes the results of a whole block.
         values: The values of one client. At least one must differ between clients.
     """
-    results: tuple[Tensor, ...] = _OutsideVmap.apply(function, *values)
+    results: tuple[Tensor, ...] = _OutsideVmap.apply(function, *values)  # type: ignore[no-untyped-call]
     return results
 
 

@@ -193,6 +193,8 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in each layer."""
+    if attention_mask is not None and attention_mask.numel() == 0:  # from `causal_only`
+        attention_mask = None
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1  # a mask already includes causality
     if position_bias is not None:
@@ -237,6 +239,24 @@ def _mask(
         allow_is_bidirectional_skip=False,
         **options,
     )
+
+
+def causal_only(states: Tensor, window: int | None) -> Tensor | None:
+    """Return what to pass to a decoder as the attention mask of texts without padding.
+
+    Without a mask, transformers compares positions to find texts that were packed into one. It waits for the GPU to do
+    so, and in a CUDA graph it builds a mask, with which attention is slower. An empty mask is passed on as it is.
+
+    Args:
+        states: The embeddings, (example, token, width).
+        window: The decoder's sliding window; None if it has none.
+
+    Returns:
+        An empty mask, which `_attention` reads as plain causal attention; None if the window needs a mask.
+    """
+    if window is not None and window < states.shape[1]:
+        return None
+    return states.new_empty(1, 1, 0, 0, dtype=torch.bool)
 
 
 AttentionInterface.register(NAME, _attention)

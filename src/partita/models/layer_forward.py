@@ -77,8 +77,8 @@ class _Run:
         if compiler is not None and draws is not None and draws.seeds is not None:
             for path, part in layer.named_modules():
                 if hasattr(part, "place"):
-                    part.name_in_layer = path  # type: ignore[assignment]
-                    self.names[part.place] = path  # type: ignore[index]
+                    part.name_in_layer = path
+                    self.names[part.place] = path
         self.in_layer = compiler is not None
         self.calls = {} if draws is None else self._calls(draws.calls)
         self.function: Callable[..., Any] = run_layer if compiler is None else compiler(run_layer)

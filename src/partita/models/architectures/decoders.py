@@ -10,18 +10,21 @@ from torch import Tensor
 from partita.core.model import HeadOutput, Output
 from partita.core.tensors import Tensors
 from partita.models.architectures.spec import Architecture, InputSide, head_dropout, tag_rules
+from partita.models.attention import causal_only
 from partita.models.vmap_layers import Linear
 
 
 def _state(module: Any, inputs: Tensors) -> Tensor:
     """Return the last hidden states, (example, token, width)."""
-    others = dict(inputs)
+    others: dict[str, Any] = dict(inputs)
     segments = others.pop("segment_ids", None)
     if segments is not None:
         others["attention_mask"] = within_segments(segments)
     body = module.base_model
     # Embed here: GPT-2 would search the token ids for padding, and vmap cannot branch on values.
     embedded = body.get_input_embeddings()(others.pop("input_ids"))
+    if others.keys().isdisjoint(("attention_mask", "position_ids")):
+        others["attention_mask"] = causal_only(embedded, getattr(module.config, "sliding_window", None))
     state: Tensor = body(inputs_embeds=embedded, use_cache=False, **others).last_hidden_state
     return state
 

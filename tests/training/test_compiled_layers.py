@@ -1,0 +1,104 @@
+"""Rounds in which each layer is compiled on its own equal eager rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from architecture_fixtures import WORDS, make_model
+from graph_fixtures import max_relative_difference
+from torch._dynamo.backends.debugging import aot_eager
+
+from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, rounds
+from partita.core.tensors import Tensors
+from partita.data import Table, Task
+from partita.models.adapter import FunctionalModel
+from partita.tasks import LM
+from partita.testing.conformance import states_of
+from partita.training import compilation
+from partita.training.compilation import CompileError
+from partita.training.cuda_graphs import GraphCache
+
+programs: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile without generating code, and count the programs."""
+
+    def count(graph: Any, examples: Any) -> Any:
+        programs.append(graph)
+        return aot_eager(graph, examples)
+
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda made, **told: whole(made, backend=count, fullgraph=told["fullgraph"]))
+    forget = compilation._layer_program.cache_clear
+    forget()
+    torch.compiler.reset()
+    programs.clear()
+    yield
+    forget()
+    torch.compiler.reset()
+
+
+def play(
+    model: FunctionalModel, method: str, graphs: GraphCache | None, block: int, count: int = 1, **options: Any
+) -> Tensors:
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, WORDS, (24, 7), generator=draw)
+    table = Table({"input_ids": ids[:, :-1].contiguous()}, ids[:, 1:].contiguous())
+    federation = data.split(Task("texts", table, table, (), kind=LM), "iid", clients=3, key=Key(0))
+    training = Training(1e-2, AdamW(eps=1e-4), batch_size=3, steps=2)
+    run = Run(methods.build(method, options), training, rounds=count, key=Key(0))
+    engine = SimulationEngine(run, model, federation, block, graphs=graphs)
+    played = list(rounds(run, model, engine))
+    ended = dict(played[-1].server.params)
+    for client, kept in states_of(run, engine).items():
+        ended |= {f"{client} {name}": value for name, value in kept.items()}
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("method", "block", "checkpointing"),
+    [("fedavg", 1, False), ("fedavg", 3, True), pytest.param("fedper", 3, False, marks=pytest.mark.slow)],
+)
+def test_compiled_rounds_equal_eager_ones(method: str, block: int, checkpointing: bool) -> None:
+    """One by one and together, with recomputed activations, and with parameters that stay with each client."""
+    model = make_model("llama-lm", ("embedding", "layer.0"), checkpointing=checkpointing)
+    compiled = play(model, method, GraphCache(None, compile=True), block)
+    assert programs
+    assert max_relative_difference(compiled, play(model, method, None, block)) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_plan_that_changes_compiles_a_layer_once_more() -> None:
+    model = make_model("llama-lm", ("embedding",), {"num_hidden_layers": 3})
+    counts = []
+    graphs = GraphCache(None, compile=True)
+    for count in (1, 3):  # the second round freezes queries and keys
+        programs.clear()
+        torch.compiler.reset()
+        compiled = play(model, "fedfrozen", graphs, 3, count, warmup=1)
+        counts.append(len(programs))
+    assert counts == [2, 4]  # the first layer, whose inputs have no gradient, and all others
+    assert max_relative_difference(compiled, play(model, "fedfrozen", None, 3, 3, warmup=1)) < 1e-3
+
+
+def test_short_models_of_classes_compile_as_a_whole() -> None:
+    assert make_model("llama-lm").compiles_by_layer()
+    assert not make_model("vit-image").compiles_by_layer()
+    assert make_model("vit-image", checkpointing=True).compiles_by_layer()
+    assert make_model("vit-image", sizes={"num_hidden_layers": 13}).compiles_by_layer()
+
+
+def test_a_layer_that_cannot_be_compiled_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama-lm")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no code for this\nand more")
+
+    monkeypatch.setattr(compilation, "_layer_program", lambda function, combine: fail)
+    with pytest.raises(CompileError, match=r"llama-lm with fedavg cannot be compiled: no code.*compile = false"):
+        play(model, "fedavg", GraphCache(None, compile=True), 1)
