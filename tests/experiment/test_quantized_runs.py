@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from helpers import SMALL_TASK
 from transformers import ViTConfig, ViTForImageClassification
 
 import partita
+from partita import models
 from partita.core.rng import Key
 from partita.core.settings import RunError
 from partita.core.tensors import Tensors
@@ -23,14 +25,14 @@ from partita.models.pretrained import seeded
 EXPERIMENT = """
 rounds = 2
 [method]
-name = "lora"
-rank = 2
-roles = ["query", "mlp"]
+name = "fedavg"
 [model]
 name = "pretrained"
 path = {path}
-frozen = ["base"]
 quantize = "4bit"
+[model.adapter]
+rank = 2
+roles = ["query", "mlp"]
 """
 PRIVATE = ("privacy={unit='example', clip=1.0, noise=1.0, delta=1e-3, repeatable=true}",)
 
@@ -114,17 +116,23 @@ def test_run_resumes_bit_for_bit(experiment: Path, tmp_path: Path) -> None:
 
 def test_quantized_base_is_held_once(experiment: Path) -> None:
     """The model with factors and the one without share every byte of the base."""
-    model = build(config_of(experiment)).model
-    shared = {value.data_ptr() for value in model.base.module.parameters()}  # type: ignore[attr-defined]
+    config = config_of(experiment)
+    options = {**config.model, "frozen": ("all",)}
+    del options["adapter"], options["name"]
+    base = models.build("pretrained", build(config).federation.task, Key(0), **options)
+    model = base.adapted("lora", Key(1), rank=2, roles=("query", "mlp"))
+    shared = {value.data_ptr() for value in base.module.parameters()}  # type: ignore[attr-defined]
     assert shared == {value.data_ptr() for value in model.module.parameters()}  # type: ignore[attr-defined]
     kinds = [value.dtype for value in model.module.parameters()]  # type: ignore[attr-defined]
     assert kinds.count(torch.uint8) == 12
 
 
 def test_quantized_base_needs_something_frozen_and_something_that_trains(experiment: Path) -> None:
-    with pytest.raises(ModelError, match=r"no linear weight of vit is frozen, .* train an adapter, or remove quantize"):
-        build(config_of(experiment, "model.frozen=[]"))
+    config = config_of(experiment)
+    plain = {key: value for key, value in config.model.items() if key != "adapter"}
+    with pytest.raises(ModelError, match=r"no linear weight of vit is frozen, .*; set \[model.adapter\], or remove"):
+        build(replace(config, model=plain))
     with pytest.raises(
         RunError, match=r"model.frozen leaves no parameter to train; .* train an adapter: \[model.adapter\]"
     ):
-        build(config_of(experiment, "method={name='fedavg'}", "model.frozen=['all']"))
+        build(replace(config, model={**plain, "frozen": ("all",)}))

@@ -124,8 +124,8 @@ def quantizable(model: str, module: Any, frozen_names: Names) -> Names:
     if chosen := _linear_weights(module) & frozen_names:
         return chosen
     raise ModelError(
-        f"quantize: no linear weight of {model} is frozen, and only frozen ones are quantized; set model.frozen = "
-        "['base'] and train an adapter, or remove quantize"
+        f"quantize: no linear weight of {model} is frozen, and only frozen ones are quantized; set "
+        "[model.adapter], or remove quantize"
     )
 
 
