@@ -250,7 +250,10 @@ BAD_INPUT = {
     "a wrong type": (["training.lr=fast"], "training.lr is 'fast'; it must be a number"),
     "an unknown method": (["method={name='fedavgg'}"], "unknown method 'fedavgg'; did you mean 'fedavg'?"),
     "a tag that matches nothing": (["model.frozen=['qurey']"], "no parameter of vit is named or tagged 'qurey'"),
-    "a frozen kernel that a method asks for": (["model.frozen=['query']"], "is tagged 'query'"),
+    "a frozen kernel that a method asks for": (
+        ["model.frozen=['query']"],
+        "tagged 'query' are frozen for the whole run",
+    ),
     "more clients than samples": (["split.clients=500"], "500 clients"),
     "an empty client": (
         ["split={name='quantity', clients=50, alpha=0.01, min_examples=1}"],

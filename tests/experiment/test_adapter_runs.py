@@ -19,6 +19,7 @@ from partita.core.options import OptionError
 from partita.core.settings import RunError
 from partita.experiment import run_folder
 from partita.experiment.builder import build
+from partita.experiment.compare import _settings
 from partita.experiment.config import apply_override, differences, parse, settings_by_key
 from partita.experiment.recorded_model import load_model
 from partita.experiment.runner import resume, start
@@ -150,3 +151,14 @@ def test_model_of_a_run_folder_is_saved_for_peft(client: str | None, tmp_path: P
     beyond = [name for name in model.initial if ".rank4." in name]
     kept = [torch.equal(params[name], model.initial[name]) for name in beyond]
     assert all(kept) if client else not any(kept), "c0 has rank 1"
+
+
+def test_compared_methods_show_the_options_of_their_adapter(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(parse(raw()).to_toml().replace('label = "fedavg"\n', ""))
+    labels = {
+        "fedavg(model.adapter.rank=2)": "fedavg(model.adapter.rank=2)",
+        "fedavg(model.adapter.rank=4)": "fedavg",
+        "fedavg(model.adapter={rank=2, dora=true})": "fedavg(model.adapter.rank=2, model.adapter.dora=true)",
+        "fedprox(mu=0.5, training.lr=0.3)": "fedprox(mu=0.5, training.lr=0.3)",
+    }
+    assert {spec: _settings(tmp_path / "c.toml", [], spec).label for spec in labels} == labels

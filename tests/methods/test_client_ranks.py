@@ -8,10 +8,12 @@ from adapter_fixtures import ROLES, adapted, clients, updates_of
 from architecture_fixtures import make_model
 from helpers import play, toy_run
 
-from partita.core.method import MethodError
-from partita.core.plan import RoundInfo, plan_for
+from partita.core.method import Method, MethodError
+from partita.core.personal_copy import copy_name
+from partita.core.plan import Phase, Plan, RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.methods.client_ranks import rank_by_client
+from partita.methods.ditto import ditto
 from partita.methods.fedavg import fedavg
 from partita.methods.fedper import fedper
 
@@ -78,3 +80,17 @@ def test_plan_cuts_what_is_beyond_the_rank_from_every_part_of_the_plan() -> None
     assert plans["a"].up == held & model.names("lora_A")
     assert plans["a"] is plans["c"], "clients of one rank can share a block"
     assert plans["b"].train == plans["z"].train == model.all_names(), "others than the clients of the run have all"
+
+
+def test_plan_cuts_personal_copies_and_phases_of_which_nothing_is_left() -> None:
+    extend = ditto().extend
+    assert extend is not None
+    model = adapted("llama-lm", ranks=(1, 4))
+    copied = extend(model, Key(0))
+    plan = plan_for(rank_by_client(ditto(), {"a": 1}).plan, copied, RoundInfo(0, 1, "a"))
+    assert plan.train == model.names("rank.1") | {copy_name(name) for name in model.names("rank.1")}
+    assert plan.keep == {copy_name(name) for name in model.names("rank.1")}
+    small, large = model.names("rank.1"), model.names("rank.4")
+    phases = Plan((Phase(large, 2), Phase(small | large, 3)), small | large, small | large)
+    cut = rank_by_client(Method("two", plan=lambda model, info: phases), {"a": 1}).plan(model, RoundInfo(0, 1, "a"))
+    assert cut == Plan((Phase(small, 3),), small, small)

@@ -140,6 +140,15 @@ def _settings(config: Path, changes: Iterable[str], spec: str) -> Config:
     with suppress(ValueError):  # the other options may be needed to make the config valid; then the label shows all
         old = settings_by_key(load(config, [*changes, "method={}", *own])) if other else {}
     new = settings_by_key(settings)
-    keys = dict.fromkeys(".".join(option.partition("=")[0].strip().split(".")[:2]) for option in other)
-    changed = {key: new[key] for key in keys if key in new and old.get(key) != new[key]}
+    given = [option.partition("=")[0].strip() for option in other]
+    # An option of a table inside a table, model.adapter.rank, may be set alone or with the whole table.
+    keys = dict.fromkeys(
+        key for option in given for key in new if f"{key}.".startswith(f"{option}.") or key == _key(option)
+    )
+    changed = {key: new[key] for key in keys if old.get(key) != new[key]}
     return replace(settings, label=method_label(settings.method, changed))
+
+
+def _key(option: str) -> str:
+    """Return the key of a setting that an override changes, such as split.weights for split.weights.a."""
+    return ".".join(option.split(".")[:2])

@@ -50,13 +50,14 @@ class RankPlan:
 
     def __call__(self, model: Model, round_info: RoundInfo) -> Plan:
         plan, rank = self.planner(model, round_info), self.ranks.get(round_info.client, math.inf)
-        beyond = {name for name, tags in model.tags.items() if _rank(tags) > rank}
+        beyond = {
+            name
+            for name, tags in model.tags.items()
+            for tag in tags
+            if tag.startswith(TAG) and int(tag.removeprefix(TAG)) > rank
+        }
         beyond |= {copy for name in beyond if (copy := copy_name(name)) in model.tags}
         return _without(plan, frozenset(beyond)) if beyond else plan
-
-
-def _rank(tags: Names) -> int:
-    return next((int(tag.removeprefix(TAG)) for tag in tags if tag.startswith(TAG)), 0)
 
 
 @lru_cache(maxsize=64)  # clients with equal plans then share one object, as in `plan.share`

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from partita.core.method import Method, MethodError
-from partita.core.model import Model
+from partita.core.model import ADAPTERS, Model
 from partita.core.options import Count, Positive, Seed, Share, Whole
 from partita.core.plan import Plan, RoundInfo, share, share_everything
 from partita.core.rng import Key
@@ -97,5 +97,6 @@ def frozen_names(model: Model, freeze: Frozen, seed: int) -> Names:
 
 def _names(model: Model, *tags: str) -> Names:
     """Return the names with one of these tags. A model with an adapter may have some of them only."""
-    found = [tag for tag in tags if any(tag in carried for carried in model.tags.values())]
+    adapted = any(carried & ADAPTERS for carried in model.tags.values())
+    found = [tag for tag in tags if adapted and any(tag in carried for carried in model.tags.values())]
     return model.names(*(found or tags))
