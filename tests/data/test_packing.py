@@ -114,6 +114,19 @@ def test_blocks_of_clients_compute_the_same(folder: Path, tmp_path: Path) -> Non
     torch.testing.assert_close(together, single, rtol=1e-5, atol=1e-5)
 
 
+def test_attention_to_content_is_that_of_the_examples(folder: Path, tmp_path: Path) -> None:
+    """SAFL ranks layers by it. The first token of every example is an attention sink, not only that of the row."""
+    packed = federation_of(folder, tmp_path)["s0"].train
+    model = models.build("pretrained", federation_of(folder, tmp_path).task, Key(2), path=str(folder))
+
+    def per_token(examples: Any) -> Tensor:
+        batch = examples.take(torch.arange(len(examples)))
+        counts = batch.inputs["attention_mask"].sum(1).unsqueeze(1)  # (example, 1)
+        return (model.attention(model.initial, batch, "content")["layer.1"] * counts).sum(0) / counts.sum()
+
+    torch.testing.assert_close(per_token(packed), per_token(packed.examples), rtol=1e-5, atol=1e-6)
+
+
 def test_only_the_rows_of_a_client_to_train_on_are_packed(folder: Path, tmp_path: Path) -> None:
     federation = federation_of(folder, tmp_path)
     plain = federation_of(folder, tmp_path, pack=False)

@@ -217,7 +217,9 @@ def _chosen_tokens(
     for token in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
         special += token if isinstance(token, list) else [] if token is None else [token]
     ids = batch.inputs["input_ids"]
-    return valid & (rank > 1) & ~torch.isin(ids, torch.tensor(special, device=device, dtype=ids.dtype))
+    positions = batch.inputs.get("position_ids")  # of packed rows, in which each example has a first token
+    later = rank > 1 if positions is None else positions > 0
+    return valid & later & ~torch.isin(ids, torch.tensor(special, device=device, dtype=ids.dtype))
 
 
 def _outside(model: FunctionalModel) -> int:
