@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from partita.cli.main import app
 from partita.core.rng import Key
 from partita.experiment.model_table import model_table
-from partita.methods.lora import factors
 from partita.models import ModelError
 from partita.models.quantization import Mode
 
@@ -87,16 +86,18 @@ def test_memory_of_a_frozen_base_is_that_of_a_real_one(
     path = save_llama(tmp_path, tie_word_embeddings=tied)
     table = model_table(path, "lm", rank=2, clients=3, batch_size=2, tokens=5).adapter
     assert table is not None
-    model = load(path, frozen=("base",), dtype=dtype, quantize=quantize)
+    model = load(path, frozen=("all",), dtype=dtype, quantize=quantize)
     row = next(row for row in table.storages if row.storage == storage)
     assert row.base == sum(value.nbytes for value in frozen_weights(model).values())
-    adapted = model.low_rank(2, 16.0, ("query", "value"), Key(0))
-    own = [adapted.initial[name] for name in factors(adapted, head=True)]
-    assert len(own) == len(adapted.initial) == 8 + (not tied)
+    own = model.adapted("lora", Key(0), rank=2).initial.values()
+    assert len(own) == 8
     assert table.trains == sum(value.numel() for value in own)
     assert table.up == table.checkpoint == sum(value.nbytes for value in own)
-    activations = 2 * 5 * (34 * (2 if dtype == "float32" else 1) * 2 * 16 + 8 * 32)
-    assert row.training == row.base + 3 * (16 * table.trains + activations)
+    units = 2 * 5 * 16 * (2 if dtype == "float32" else 1)
+    activations = 34 * 2 * units
+    once = row.base + 2**29  # and a chunk of logits
+    assert row.training == once + 3 * (16 * table.trains + activations)
+    assert row.recomputing == once + 3 * (16 * table.trains + (2 * 2 + 34) * units)
     if storage == "bfloat16":
         assert table.activations == activations
 
@@ -104,8 +105,7 @@ def test_memory_of_a_frozen_base_is_that_of_a_real_one(
 def test_model_without_linear_weights_shows_what_can_be_stored(tmp_path: Path) -> None:
     config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=32, n_positions=8)
     output = CliRunner().invoke(app, ["model", save(config, tmp_path), "--task", "lm"]).output
-    assert "LoRA over a frozen base: roles: no linear layer of gpt2 is tagged 'query'" in output
-    assert "training 8 clients" not in output
+    assert "LoRA of rank 8 on query and value over a frozen base: 512 parameters train" in output
     llama = CliRunner().invoke(app, ["model", save_llama(tmp_path / "llama"), "--rank", "99"]).output
     assert "LoRA over a frozen base: rank is 99, but" in llama
 

@@ -41,10 +41,16 @@ def test_values_that_all_clients_share_are_an_error() -> None:
 
 def test_the_compiler_is_set_inside_its_block_only() -> None:
     assert layer_compiler() is None
-    with compiled_layers(lambda function: function) as _:
-        outer = layer_compiler()
-        assert outer is not None
+
+    def fail(outer: object) -> None:
         with compiled_layers(lambda function: function):
             assert layer_compiler() is not outer
+            raise RuntimeError("stop")
+
+    with compiled_layers(lambda function: function):
+        outer = layer_compiler()
+        assert outer is not None
+        with pytest.raises(RuntimeError, match="stop"):
+            fail(outer)
         assert layer_compiler() is outer
     assert layer_compiler() is None

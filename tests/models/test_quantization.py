@@ -250,7 +250,7 @@ def test_quantizing_is_the_same_before_and_after_peft_wraps_the_layers(tmp_path:
 def test_quantizing_what_is_not_frozen_is_refused_or_told(tmp_path: Path) -> None:
     path = save_llama(tmp_path)
     for frozen in ((), ("embedding", "norm"), ("head",)):
-        with pytest.raises(ModelError, match=r"no linear weight of llama is frozen, .*; set model.frozen = \['base'\]"):
+        with pytest.raises(ModelError, match=r"no linear weight of llama is frozen, .*; set \[model.adapter\]"):
             load(path, frozen=frozen, quantize="8bit")
     with pytest.warns(UserWarning, match=r"7 linear weights train and stay in float32, such as 'model.layers.1.mlp."):
         load(path, frozen=("embedding", "layer.0"), quantize="8bit")

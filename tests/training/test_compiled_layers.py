@@ -14,8 +14,9 @@ from torch._dynamo.backends.debugging import aot_eager
 from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, rounds
 from partita.core.tensors import Tensors
 from partita.data import Table, Task
+from partita.engines.autotune import choose_graphs
 from partita.models.adapter import FunctionalModel
-from partita.tasks import LM
+from partita.tasks import LM, chunked_loss
 from partita.testing.conformance import states_of
 from partita.training import compilation
 from partita.training.compilation import CompileError
@@ -44,15 +45,23 @@ def _no_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def play(
-    model: FunctionalModel, method: str, graphs: GraphCache | None, block: int, count: int = 1, **options: Any
+    model: FunctionalModel,
+    method: str,
+    graphs: GraphCache | None,
+    block: int,
+    count: int = 1,
+    device: str = "cpu",
+    **options: Any,
 ) -> Tensors:
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(4, WORDS, (24, 7), generator=draw)
     table = Table({"input_ids": ids[:, :-1].contiguous()}, ids[:, 1:].contiguous())
-    federation = data.split(Task("texts", table, table, (), kind=LM), "iid", clients=3, key=Key(0))
+    federation = data.split(Task("texts", table, table, (), kind=LM), "iid", clients=3, key=Key(0)).to(
+        torch.device(device)
+    )
     training = Training(1e-2, AdamW(eps=1e-4), batch_size=3, steps=2)
     run = Run(methods.build(method, options), training, rounds=count, key=Key(0))
-    engine = SimulationEngine(run, model, federation, block, graphs=graphs)
+    engine = SimulationEngine(run, model, federation, block, torch.device(device), graphs=graphs)
     played = list(rounds(run, model, engine))
     ended = dict(played[-1].server.params)
     for client, kept in states_of(run, engine).items():
@@ -84,6 +93,19 @@ def test_a_plan_that_changes_compiles_a_layer_once_more() -> None:
         counts.append(len(programs))
     assert counts == [2, 4]  # the first layer, whose inputs have no gradient, and all others
     assert max_relative_difference(compiled, play(model, "fedfrozen", None, 3, 3, warmup=1)) < 1e-3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("compile", [False, True])
+def test_language_models_run_in_cuda_graphs(
+    compile: bool, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_loss, "FEW", 0)
+    model = make_model("llama-lm", ("embedding",), checkpointing=checkpointing)
+    graphs = choose_graphs(True, compile, torch.device("cuda"))
+    recorded = play(model, "fedavg", graphs, 3, 4, device="cuda")
+    assert max_relative_difference(recorded, play(model, "fedavg", None, 3, 4, device="cuda")) < 1e-3
 
 
 def test_short_models_of_classes_compile_as_a_whole() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from partita.core.rng import Key
-from partita.methods.lora import factors
 from partita.models import ModelError
 from partita.models.adapter import FunctionalModel, frozen_parameters
 from partita.models.pretrained import stored_size
 from partita.models.quantization import Mode
 from partita.models.without_weights import module_without_weights
+from partita.tasks.chunked_loss import CHUNK
 
 # How the base can be stored: the name, `model.dtype` and `model.quantize`.
 STORAGES: tuple[tuple[str, torch.dtype | None, Mode | None], ...] = (
@@ -28,7 +28,8 @@ TRAINED_BYTES = 4 * VALUE_BYTES  # the value, its gradient, and two moments of A
 # Of the activations of a layer, for each token and unit of width, in 16 bits: Korthikanti et al. (2022), without maps
 # of attention, which partita never stores.
 ACTIVATION_BYTES = 34
-LOGIT_BYTES = 8  # a logit and its gradient in float32, for each token and word of a language model
+INPUT_BYTES = 2  # of the input of a layer, which is all that `model.checkpointing` keeps
+LOGIT_BYTES = 8  # of a logit in a chunk: in 16 bits, in float32, and its gradient
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,14 @@ class StorageRow:
         base: Bytes of the base.
         training: Bytes for training all clients of a block: the base once, and for each client the adapter and the
             activations.
+        recomputing: The same with `model.checkpointing`.
         problem: Why the base cannot be stored so; "" if it can.
     """
 
     storage: str
     base: int = 0
     training: int = 0
+    recomputing: int = 0
     problem: str = ""
 
 
@@ -59,11 +62,11 @@ class AdapterTable:
         clients: The number of clients that train together.
         batch_size: The examples in a batch.
         tokens: The tokens of an example.
-        trains: The number of elements that train: factors, and a head that is not tied to the embeddings.
+        trains: The number of elements that train: factors, and a task's head.
         up: Bytes that a client sends, and receives, in a round.
         checkpoint: Bytes of the parameters in a checkpoint.
         per_client: Bytes of a client's values, gradients and two moments.
-        activations: Bytes of a client's activations with the base in bfloat16; in float32 those of the layers double.
+        activations: Bytes of a client's activations with the base in bfloat16; in float32 they double.
         storages: One row for each kind of storage.
     """
 
@@ -97,19 +100,22 @@ def adapter_table(
     Raises:
         ModelError: If the model has no linear layer for factors.
     """
-    adapted = model.low_rank(rank, ALPHA, ROLES, Key(0))
-    trains = sum(adapted.initial[name].numel() for name in factors(adapted, head=True))
+    adapted = model.adapted("lora", Key(0), rank=rank, alpha=ALPHA, roles=ROLES)
+    trains = sum(value.numel() for value in adapted.initial.values())
+    frozen = "base" if model.kind.outputs != "vocabulary" else "all"
+    logits = LOGIT_BYTES * CHUNK if model.kind.outputs == "vocabulary" else 0
     config: Any = model.module.config
     tokens = _patches(config) if model.kind.inputs == "image" else tokens
     rows = []
     for storage, dtype, quantize in STORAGES:
         try:
-            base = _base_bytes(path, kind, dtype, quantize)
+            base = _base_bytes(path, kind, frozen, dtype, quantize)
         except ModelError as error:
             rows.append(StorageRow(storage, problem=str(error)))
             continue
-        each = TRAINED_BYTES * trains + _activations(model, batch_size * tokens, dtype)
-        rows.append(StorageRow(storage, base, base + clients * each))
+        kept, recomputed = _activations(model, batch_size * tokens, dtype)
+        whole = base + clients * TRAINED_BYTES * trains + logits
+        rows.append(StorageRow(storage, base, whole + clients * kept, whole + clients * recomputed))
     return AdapterTable(
         rank=rank,
         roles=ROLES,
@@ -120,28 +126,26 @@ def adapter_table(
         up=VALUE_BYTES * trains,
         checkpoint=VALUE_BYTES * trains,
         per_client=TRAINED_BYTES * trains,
-        activations=_activations(model, batch_size * tokens, torch.bfloat16),
+        activations=_activations(model, batch_size * tokens, torch.bfloat16)[0],
         storages=tuple(rows),
     )
 
 
-def _base_bytes(path: str, kind: str, dtype: torch.dtype | None, quantize: Mode | None) -> int:
+def _base_bytes(path: str, kind: str, frozen: str, dtype: torch.dtype | None, quantize: Mode | None) -> int:
     module = module_without_weights(path, kind)[1]
-    fixed = frozen_parameters(str(module.config.model_type), module, ("base",))
+    fixed = frozen_parameters(str(module.config.model_type), module, (frozen,))
     return stored_size(module, fixed, dtype, quantize)
 
 
-def _activations(model: FunctionalModel, tokens: int, dtype: torch.dtype | None) -> int:
-    """Return the bytes of the activations of a client's batch."""
+def _activations(model: FunctionalModel, tokens: int, dtype: torch.dtype | None) -> tuple[int, int]:
+    """Return the bytes of the activations of a client's batch: all of them, and what checkpointing keeps."""
     config: Any = model.module.config
     config = getattr(config, "vision_config", config)
     widths = getattr(config, "hidden_size", None) or getattr(config, "hidden_sizes", None) or 0
+    width = widths if isinstance(widths, int) else max(widths)
     layers = len({tag for tags in model.tags.values() for tag in tags if tag.startswith("layer.")})
-    per_token = (
-        ACTIVATION_BYTES * (2 if dtype is None else 1) * layers * (widths if isinstance(widths, int) else max(widths))
-    )
-    words = config.vocab_size if model.kind.outputs == "vocabulary" else 0
-    return tokens * (per_token + LOGIT_BYTES * words)
+    units = tokens * width * (2 if dtype is None else 1)
+    return ACTIVATION_BYTES * layers * units, (INPUT_BYTES * layers + ACTIVATION_BYTES) * units
 
 
 def _patches(config: Any) -> int:

@@ -135,10 +135,12 @@ class ModelTable:
             highlight=False,
         )
         training = f"training {adapter.clients} clients, MiB"
-        table = _table("Frozen base", ("storage", "base, MiB", training))
+        table = _table("Frozen base", ("storage", "base, MiB", training, "with checkpointing, MiB"))
         for row in adapter.storages:
             if not row.problem:
-                table.add_row(row.storage, *(f"{-(-size // 2**20):,}" for size in (row.base, row.training)))
+                table.add_row(
+                    row.storage, *(f"{-(-size // 2**20):,}" for size in (row.base, row.training, row.recomputing))
+                )
         console.print(table)
         for problem in {row.problem: None for row in adapter.storages if row.problem}:
             console.print(problem, soft_wrap=True, highlight=False)
@@ -157,9 +159,10 @@ NOTE = (
 
 
 ADAPTER_NOTE = (
-    "Training holds the base once, and for each client 16 bytes per trained parameter (value, gradient, two\n"
-    "moments) and an estimate of its activations: 34 bytes per token, layer and unit of width in bfloat16, and 8\n"
-    "bytes per token and word of a language model, in batches of {0.batch_size} x {0.tokens} tokens.\n"
+    "Training holds the base once, 16 bytes per trained parameter of each client (value, gradient, two moments), 0.5\n"
+    "GiB for a chunk of the logits of a language model, and an estimate of each client's activations: 34 bytes per\n"
+    "token, layer and unit of width in bfloat16. With model.checkpointing these are 2 bytes, and 34 for one layer. In\n"
+    "batches of {0.batch_size} x {0.tokens} tokens.\n"
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from partita.core.data import IGNORE_INDEX
 from partita.core.layer_compiler import layer_compiler
@@ -76,7 +77,7 @@ class _Chunks(torch.autograd.Function):
                 loss, slope = _loss_and_slope()(rows @ head.mT, wanted)
                 losses.append(loss)
                 if trains:
-                    parts.append(slope @ head)
+                    parts.append(slope @ head * (wanted != IGNORE_INDEX).unsqueeze(-1))
                 del slope  # before the next chunk
         ctx.state_dtype, ctx.weight_dtype = states.dtype, weight.dtype
         ctx.save_for_backward(
@@ -95,7 +96,7 @@ class _Chunks(torch.autograd.Function):
         start = 0
         for rows, wanted in _chunks(inputs, head, targets):
             _, slope = _loss_and_slope()(rows @ head.mT, wanted)
-            own = grad[:, start : start + rows.shape[1], None]
+            own = (grad[:, start : start + rows.shape[1]] * (wanted != IGNORE_INDEX)).unsqueeze(-1)
             of_head += (slope * own.to(slope.dtype)).mT @ rows
             start += rows.shape[1]
         return of_states, of_head.to(ctx.weight_dtype), None
@@ -115,15 +116,15 @@ def _loss_and_slope() -> Any:
 
 
 def _token_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token (..., token), and its gradient by the logits. The logits are overwritten."""
-    labeled = (targets != IGNORE_INDEX).unsqueeze(-1)
+    """Return the loss of each token (..., token), and its gradient by the logits.
+
+    A token with IGNORE_INDEX has loss 0, but a gradient.
+    """
     index = targets.clamp(min=0).unsqueeze(-1)
-    scores = upcast(logits)
-    total = scores.logsumexp(-1, keepdim=True)
-    losses = ((total - scores.gather(-1, index)) * labeled).squeeze(-1)
+    log_shares = functional.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    losses = -log_shares.gather(-1, index).squeeze(-1) * (targets != IGNORE_INDEX)
     if torch.compiler.is_compiling():  # a comparison needs no memory of its own
         classes = torch.arange(logits.shape[-1], device=logits.device)
-        return losses, (((scores - total).exp() - (classes == index).to(scores)) * labeled).to(logits.dtype)
-    shares = scores.sub_(total).exp_()
-    shares.scatter_(-1, index, shares.gather(-1, index) - 1)
-    return losses, shares.mul_(labeled).to(logits.dtype)
+        return losses, (log_shares.exp() - (classes == index).to(log_shares)).to(logits.dtype)
+    shares = log_shares.exp_()
+    return losses, shares.scatter_(-1, index, shares.gather(-1, index) - 1).to(logits.dtype)
