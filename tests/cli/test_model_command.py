@@ -105,7 +105,7 @@ def test_memory_of_a_frozen_base_is_that_of_a_real_one(
 def test_model_without_linear_weights_shows_what_can_be_stored(tmp_path: Path) -> None:
     config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=32, n_positions=8)
     output = CliRunner().invoke(app, ["model", save(config, tmp_path), "--task", "lm"]).output
-    assert "LoRA of rank 8 on query and value over a frozen base: 512 parameters train" in output
+    assert "LoRA of rank 8 on query and value over a frozen base: 256 parameters train" in output
     llama = CliRunner().invoke(app, ["model", save_llama(tmp_path / "llama"), "--rank", "99"]).output
     assert "LoRA over a frozen base: rank is 99, but" in llama
 

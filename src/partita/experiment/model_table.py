@@ -161,8 +161,8 @@ NOTE = (
 ADAPTER_NOTE = (
     "Training holds the base once, 16 bytes per trained parameter of each client (value, gradient, two moments), 0.5\n"
     "GiB for a chunk of the logits of a language model, and an estimate of each client's activations: 34 bytes per\n"
-    "token, layer and unit of width in bfloat16. With model.checkpointing these are 2 bytes, and 34 for one layer. In\n"
-    "batches of {0.batch_size} x {0.tokens} tokens.\n"
+    "token, layer and unit of width in bfloat16, in batches of {0.batch_size} x {0.tokens} tokens. With "
+    "model.checkpointing\nthese are 2 bytes, and 34 for one layer.\n"
 )
 
 
