@@ -34,13 +34,14 @@ SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     | {"num_key_value_heads": 2, "vocab_size": 256},
 }
+STORAGES = ("bfloat16", "8bit", "4bit")
 WAYS = ((1, 1), (4, 1), (4, 4))  # clients, and how many of them train together
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--size", choices=SHAPES, default="1b")
-    options.add_argument("--quantize", choices=["8bit", "4bit"])
+    options.add_argument("--storages", nargs="*", choices=STORAGES, default=STORAGES)
     options.add_argument("--tokens", type=int, default=16)
     options.add_argument("--folder", type=Path, help="where the model is written, and kept; default: a temporary one")
     options.add_argument("--out", type=Path)
@@ -53,40 +54,42 @@ def main() -> None:
         folder = chosen.folder or Path(place)
         weights = write_model(folder / "base", SHAPES[chosen.size], chosen.tokens)
         write_texts(folder / "texts", max(clients for clients, _ in WAYS), chosen.tokens)
-        rows = [measure(folder, weights, clients, block, chosen.quantize, chosen.tokens) for clients, block in WAYS]
+        rows = [
+            measure(folder, storage, clients, block, chosen.tokens)
+            for storage in chosen.storages
+            for clients, block in WAYS
+        ]
     about = environment(torch.device("cpu"), "auto", f"LoRA of rank 8, one step of batch 1 x {chosen.tokens} tokens")
-    print(
-        f"{chosen.size}, {chosen.quantize or 'bfloat16'}: {weights / GIB:.2f} GiB of bfloat16 weights; {about['work']}"
-    )
+    print(f"{chosen.size}: {weights / GIB:.2f} GiB of bfloat16 weights; {about['work']}")
     for row in rows:
         limit = 1.2 * weights + GIB
         print(
-            f"{row['clients']} clients in blocks of {row['block']}: peak {row['peak'] / GIB:.2f} GiB, limit "
-            f"{limit / GIB:.2f}; its own {row['own'] / GIB:.2f} GiB at the end; {row['seconds']:.0f} s"
+            f"{row['storage']}, {row['clients']} clients, blocks of {row['block']}: peak {row['peak'] / GIB:.2f} GiB, "
+            f"limit {limit / GIB:.2f}; its own {row['own'] / GIB:.2f} GiB at the end; {row['seconds']:.0f} s"
         )
     if chosen.out:
         chosen.out.write_text(json.dumps({"environment": about, "weights": weights, "results": rows}, indent=1) + "\n")
 
 
-def measure(folder: Path, weights: int, clients: int, block: int, quantize: str | None, tokens: int) -> dict[str, Any]:
+def measure(folder: Path, storage: str, clients: int, block: int, tokens: int) -> dict[str, Any]:
     config: dict[str, Any] = {
         "rounds": 1,
         "data": {"name": "lm", "path": str(folder / "texts"), "group": "author", "block_size": tokens, "test": 0.25},
         "split": {"name": "by_column", "column": "author"},
-        "model": {"name": "pretrained", "path": str(folder / "base"), "frozen": ["all"], "dtype": "bfloat16"},
+        "model": {"name": "pretrained", "path": str(folder / "base"), "frozen": ["base"], "dtype": "bfloat16"},
         "method": {"name": "lora"},
         "training": {"optimizer": "adamw", "lr": 1e-3, "batch_size": 1, "steps": 1},
         "federation": {"cohort": clients},
         "engine": {"clients_per_block": block, "device": "cpu"},
     }
-    if quantize:
-        config["model"]["quantize"] = quantize
+    if storage != "bfloat16":
+        config["model"]["quantize"] = storage
     with tempfile.TemporaryDirectory() as place:
         child = json.dumps({"config": config, "folder": place})
         done = subprocess.run([sys.executable, __file__, "--child", child], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
-    return {"clients": clients, "block": block, "weights": weights, **json.loads(done.stdout.splitlines()[-1])}
+    return {"storage": storage, "clients": clients, "block": block, **json.loads(done.stdout.splitlines()[-1])}
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
