@@ -239,14 +239,16 @@ def test_resume_rounds_on_the_command_line(
 ) -> None:
     shell, config = Shell(monkeypatch, capsys), settings({"name": "fedavg"}, SHORT)
     folder = play(config, tmp_path / "run")
-    (folder / "audit.json").write_text("{}")
+    about_it = (folder / "audit.json", folder / "samples.json")
+    for file in about_it:
+        file.write_text("{}")
     code, _, err = shell("resume", folder, "--rounds", 1)
     assert code == 1
     assert f"{folder} is a run of 2 rounds, of which 2 are done" in err
     assert shell("resume", folder, "--rounds", 2)[0] == 0
-    assert (folder / "audit.json").exists()
+    assert all(file.exists() for file in about_it)
     assert shell("resume", folder, "--rounds", LONG)[0] == 0
-    assert not (folder / "audit.json").exists()
+    assert not any(file.exists() for file in about_it)
     assert_same(folder, play(settings({"name": "fedavg"}, LONG), tmp_path / "whole"))
     assert "is finished; nothing to resume" in shell("resume", folder)[1]
 

@@ -48,7 +48,7 @@ def files(folder: Path) -> set[str]:
 def test_overwriting_deletes_only_what_a_run_wrote(config: Config, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     list(start(config, folder))
-    for name in ("report.html", "audit.json", "checkpoints/.000009-ab.safetensors.77.part"):
+    for name in ("report.html", "audit.json", "samples.json", "checkpoints/.000009-ab.safetensors.77.part"):
         (folder / name).write_text("by partita")
     own = {"notes.txt", "clients/notes.txt", "checkpoints2/000001-x.safetensors", "private/key"}
     for name in own:

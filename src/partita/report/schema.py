@@ -198,7 +198,7 @@ PRIVACY = record(
         **dict.fromkeys(("not_covered", "withheld"), list_of(text)),
     },
 )
-SAMPLES = record({"samples": list_of(record(dict.fromkeys(("prompt", "reference", "before", "after"), text)))})
+SAMPLES = record({}, {"samples": list_of(record(dict.fromkeys(("prompt", "reference", "before", "after"), text)))})
 CONFIG = record({"label": text, "seed": integer}, {"rounds": count, "code": table(text)})
 RESULT = record({}, {"stopped": record({"after": count, "reason": text})})
 TABLES = ("method", "data", "split", "model")  # tables of a config that the report reads
