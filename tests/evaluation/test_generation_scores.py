@@ -96,7 +96,7 @@ def test_settings_reach_the_evaluator_and_are_refused_for_other_tasks() -> None:
     assert with_generation(GeneratedText(), None, 5) == GeneratedText(64, 5)
     assert with_generation(NextToken(), None, None) == NextToken()
     for settings, key in (((9, None), "max_new_tokens"), ((None, 5), "generate_examples")):
-        with pytest.raises(EvaluationError, match=rf"evaluate\.{key} is set, but this task generates no text; remove"):
+        with pytest.raises(EvaluationError, match=rf"evaluate\.{key} is set, but this task needs no generated text"):
             with_generation(NextToken(), *settings)
 
 

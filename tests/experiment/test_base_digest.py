@@ -81,7 +81,7 @@ def test_digest_is_a_sha256_of_the_frozen_weights(folder: Path) -> None:
     plain = build(config_beside(folder, "method={name='fedavg'}"))
     assert plain.base_digest == experiment.base_digest, "an adapter leaves the base as it is"
     assert build(config_beside(folder, "model.dtype=bfloat16")).base_digest != experiment.base_digest
-    assert build(config_beside(folder, "model.frozen=[]")).base_digest == ""
+    assert build(config_beside(folder, "model.frozen=[]", "method={name='fedavg'}")).base_digest == ""
 
 
 def test_resumed_run_refuses_a_changed_base(folder: Path, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_finished_run_refuses_a_changed_base(folder: Path, tmp_path: Path) -> No
 
 
 def test_run_without_a_recorded_digest_can_be_read(folder: Path, tmp_path: Path) -> None:
-    run = partita.run(config_beside(folder, "model.frozen=[]"), tmp_path / "run")
+    run = partita.run(config_beside(folder, "model.frozen=[]", "method={name='fedavg'}"), tmp_path / "run")
     assert "base_digest" not in json.loads((run.folder / run_folder.ENVIRONMENT).read_text())
     run.model()
 

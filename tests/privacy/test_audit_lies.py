@@ -157,7 +157,7 @@ def test_audit_detects_equal_noise_in_all_tensors(monkeypatch: Patch) -> None:
 
 def test_audit_detects_a_missing_clip(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
-        private_gradients, "clipped_sum", lambda *rest: clipped_sum(*rest[:-1], DPSGDSettings(float("inf"), 0.0))
+        private_gradients, "clipped_sum", lambda *rest: clipped_sum(*rest[:5], DPSGDSettings(float("inf"), 0.0))
     )
     assert failed_example_checks() == {"largest contribution of one example / clip"}
 
@@ -185,7 +185,7 @@ def test_audit_detects_clipping_of_the_batch_instead_of_examples(monkeypatch: Pa
     """
 
     def lie(*rest: Any) -> tuple[Tensors, Tensor]:
-        total, losses = clipped_sum(*rest[:-1], DPSGDSettings(float("inf"), 0.0))
+        total, losses = clipped_sum(*rest[:5], DPSGDSettings(float("inf"), 0.0))
         norm = torch.sqrt(sum((value**2).sum() for value in total.values()))  # type: ignore[call-overload]
         return {name: value * (0.5 / norm) for name, value in total.items()}, losses
 

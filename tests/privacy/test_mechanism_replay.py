@@ -307,7 +307,7 @@ def test_an_example_that_contributes_more_than_the_clip_is_found(monkeypatch: py
     monkeypatch.setattr(
         private_gradients,
         "clipped_sum",
-        lambda *rest: clipped_sum(*rest[:-1], replace(rest[-1], clip=3 * rest[-1].clip)),
+        lambda *rest: clipped_sum(*rest[:5], replace(rest[5], clip=3 * rest[5].clip)),
     )
     [check] = mechanism._check_clip(run, settings_of(run), [client_rounds_of(run, a=3)])
     assert check.found == pytest.approx(3.0, rel=1e-4)

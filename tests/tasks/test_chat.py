@@ -127,7 +127,7 @@ def config_of(folder: Path, **tables: Any) -> dict[str, Any]:
         "model": {"name": "pretrained", "path": str(folder / "model")},
         "method": {"name": "fedfrozen", "warmup": 1},
         "training": {"optimizer": "adamw", "lr": 1e-2, "batch_size": 4, "epochs": 2},
-        "evaluate": {"personal_every": 3, "max_new_tokens": 6, "generate_examples": 4, "samples": 2},
+        "evaluate": {"personal_every": 3, "max_new_tokens": 6, "samples": 2},
     }
     return {**raw, **{name: {**raw.get(name, {}), **table} for name, table in tables.items()}}
 
@@ -155,9 +155,8 @@ def test_a_run_learns_resumes_and_records_samples(folder: Path, tmp_path: Path) 
 
 def test_a_run_on_choices(llama: Path, tmp_path: Path) -> None:
     data = {"path": str(llama / "choices.jsonl"), "choices": "choices"}
-    evaluate = {"max_new_tokens": None, "generate_examples": None}
-    raw = config_of(llama, data=data, evaluate=evaluate, training={"epochs": 8})
-    raw["evaluate"] = {name: value for name, value in raw["evaluate"].items() if value is not None}
+    raw = config_of(llama, data=data, training={"epochs": 8})
+    del raw["evaluate"]["max_new_tokens"]
     rows = list(start(parse(raw), tmp_path / "run"))
     assert rows[-1]["test"].keys() == {"accuracy", "normalized_accuracy", "loss", "perplexity"}
     assert rows[-1]["personal"].keys() == rows[-1]["test"].keys()

@@ -30,7 +30,7 @@ from partita.experiment.config import ConfigError, headings, parse
 from partita.experiment.reference import about, keys_under
 from partita.methods import NEEDS_DUAL_ENCODER
 
-EXAMPLES = ("chat", "clinical", "dates", "digits", "prompts", "scenes", "statements", "ten_thousand")
+EXAMPLES = ("chat", "clinical", "dates", "digits", "language_model", "prompts", "scenes", "statements", "ten_thousand")
 # Folders that an example's config names, which are written with it.
 FOLDERS = {
     "chat": ("conversations", "tiny-llama"),
