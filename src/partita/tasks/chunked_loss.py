@@ -74,11 +74,11 @@ class _Chunks(torch.autograd.Function):
             inputs, head = states.to(dtype), weight.to(dtype)
             losses, parts = [], []
             for rows, wanted in _chunks(inputs, head, targets):
-                loss, slope = _loss_and_slope()(rows @ head.mT, wanted)
+                loss, gradient = _loss_and_gradient()(rows @ head.mT, wanted)
                 losses.append(loss)
                 if trains:
-                    parts.append(slope @ head * (wanted != IGNORE_INDEX).unsqueeze(-1))
-                del slope  # before the next chunk
+                    parts.append(gradient @ head * (wanted != IGNORE_INDEX).unsqueeze(-1))
+                del gradient  # before the next chunk
         ctx.state_dtype, ctx.weight_dtype = states.dtype, weight.dtype
         ctx.save_for_backward(
             torch.cat(parts, 1) if trains else None, *((inputs, head, targets) if head_trains else (None, None, None))
@@ -88,16 +88,16 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        slopes, inputs, head, targets = ctx.saved_tensors
-        of_states = None if slopes is None else (slopes * grad.unsqueeze(-1).to(slopes.dtype)).to(ctx.state_dtype)
+        gradients, inputs, head, targets = ctx.saved_tensors
+        of_states = None if gradients is None else (gradients * grad.unsqueeze(-1).to(gradients.dtype)).to(ctx.state_dtype)
         if head is None:
             return of_states, None, None
         of_head = upcast(torch.zeros_like(head))  # a sum over many chunks
         start = 0
         for rows, wanted in _chunks(inputs, head, targets):
-            _, slope = _loss_and_slope()(rows @ head.mT, wanted)
+            _, gradient = _loss_and_gradient()(rows @ head.mT, wanted)
             own = (grad[:, start : start + rows.shape[1]] * (wanted != IGNORE_INDEX)).unsqueeze(-1)
-            of_head += (slope * own.to(slope.dtype)).mT @ rows
+            of_head += (gradient * own.to(gradient.dtype)).mT @ rows
             start += rows.shape[1]
         return of_states, of_head.to(ctx.weight_dtype), None
 
@@ -110,7 +110,7 @@ def _chunks(inputs: Tensor, head: Tensor, targets: Tensor) -> zip[tuple[Tensor, 
     return zip(inputs.split(size, 1), targets.split(size, 1), strict=True)
 
 
-def _loss_and_slope() -> Any:
+def _loss_and_gradient() -> Any:
     compiler = layer_compiler()
     return _token_losses if compiler is None else compiler(_token_losses)
 
