@@ -89,7 +89,9 @@ class _Chunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         gradients, inputs, head, targets = ctx.saved_tensors
-        of_states = None if gradients is None else (gradients * grad.unsqueeze(-1).to(gradients.dtype)).to(ctx.state_dtype)
+        of_states = (
+            None if gradients is None else (gradients * grad.unsqueeze(-1).to(gradients.dtype)).to(ctx.state_dtype)
+        )
         if head is None:
             return of_states, None, None
         of_head = upcast(torch.zeros_like(head))  # a sum over many chunks
