@@ -38,6 +38,7 @@ OWN_FACTORS = ("flora",)  # the server adds the factors' products to the base, s
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 SERVER_RATES = (3e-3, 1e-2, 3e-2)  # of fedadam
 RATE, SERVER_RATE = 3e-3, 1e-2  # the best mean over rounds on validation
+OWN_RATES: dict[str, float] = {}  # of methods for which FedAvg's rate does not fit
 TUNED_SEED = 100  # not a seed of the study
 
 
@@ -156,12 +157,21 @@ def main() -> None:
     if not (asked.data and asked.model and asked.out):
         parser.error("give --data, --model and --out")
     settings = [
-        {"method": method, "lr": RATE, "server_lr": SERVER_RATE if method == "fedadam" else None, "seed": seed}
+        {
+            "method": method,
+            "lr": OWN_RATES.get(method, RATE),
+            "server_lr": SERVER_RATE if method == "fedadam" else None,
+            "seed": seed,
+        }
         for seed in range(asked.seeds)
         for method in asked.only or METHODS
     ]
     if asked.tune:
-        settings = [{"method": "fedavg", "lr": rate, "server_lr": None, "seed": TUNED_SEED} for rate in RATES]
+        settings = [
+            {"method": method, "lr": rate, "server_lr": None, "seed": TUNED_SEED}
+            for method in ("fedavg", "centralized")
+            for rate in RATES
+        ]
         settings += [{"method": "fedadam", "lr": RATE, "server_lr": rate, "seed": TUNED_SEED} for rate in SERVER_RATES]
     done = [{key: row[key] for key in settings[0]} for row in read(asked.out)]
     left = [setting for setting in settings if setting not in done]
