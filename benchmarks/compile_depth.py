@@ -12,14 +12,13 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-from environment import environment
+from environment import clock, environment
 from language_models import new_module
 from torch import Tensor
 
@@ -100,19 +99,13 @@ def measure(chosen: Any, device: torch.device, depth: int, way: str) -> dict[str
         return model.losses(model(params, {"input_ids": ids}), ids).mean()
 
     def step() -> float:
-        start = now(device)
+        start = clock(device)
         losses = lift(loss, [0, 0, None])(leaves, ids, None)
         torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)
-        return now(device) - start
+        return clock(device) - start
 
     first = step()
     return {"first": first, "later": statistics.median(step() for _ in range(chosen.repeats))}
-
-
-def now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,11 @@ def environment(device: torch.device, onednn: object, work: str) -> dict[str, ob
 
 def now(device: torch.device) -> float:
     """Seconds of this process on a CPU, and of the clock, with all work done, on a GPU."""
-    if device.type == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
+    return time.process_time() if device.type == "cpu" else clock(device)
+
+
+def clock(device: torch.device) -> float:
+    """Seconds of the clock, with all work done. They include what other processes do, such as a compiler's."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter()

@@ -20,13 +20,12 @@ import gc
 import json
 import resource
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from environment import environment
+from environment import clock, environment
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.initialization import no_init_weights
@@ -142,14 +141,14 @@ def measure(name: str, clients: int, make: Callable[[], Side], chosen: Any, devi
         torch.cuda.reset_peak_memory_stats(device)
     try:
         side = make()
-        start = now(device)
+        start = clock(device)
         row["loss"] = side()
-        row["seconds of the first round"] = now(device) - start
+        row["seconds of the first round"] = clock(device) - start
         each = []
         for _ in range(chosen.repeats):
-            start = now(device)
+            start = clock(device)
             side()
-            each.append(now(device) - start)
+            each.append(clock(device) - start)
     except (RunError, RuntimeError, ValueError) as error:  # out of memory, or something that does not compile
         return {**row, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
     seconds = statistics.median(each) / clients
@@ -268,12 +267,6 @@ def texts(chosen: Any, clients: int) -> Federation:
     ids = torch.randint(words, (rows, chosen.tokens + 1), generator=(Key(0) / "texts").generator())
     table = Table({"input_ids": ids[:, :-1].contiguous()}, ids[:, 1:].contiguous())
     return data.split(Task("texts", table, table, (), kind=LM), "iid", clients=clients, key=Key(0))
-
-
-def now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

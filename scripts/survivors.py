@@ -197,11 +197,6 @@ EQUIVALENT: dict[Spot, str] = {
     ): "no host is never bypassed",
     (
         "training/batching.py",
-        "table = _shared_table(examples) if len(examples) > 1 else None",
-        "1 -> 2",
-    ): "one lookup for two clients only saves time",
-    (
-        "training/batching.py",
         "if value.ndim > 1 and value.shape[1] < width:",
         "value.ndim > 1 and value.shape[1] < width -> value.ndim > 1",
     ): "it appends nothing to what is wide enough",
@@ -235,11 +230,6 @@ EQUIVALENT: dict[Spot, str] = {
         "return not bits[:64].any() and not bits.any()  # most tensors differ from zero at their start",
         "64 -> 65",
     ): "the first condition only saves time",
-    (
-        "training/batching.py",
-        'return first.table if all(getattr(part, "table", None) is first.table for part in examples) else None',
-        "getattr(part, 'table', None) is first.table -> getattr(part, 'table', None) is not first.table",
-    ): "then no table is shared, and each client looks up its own rows, which only takes time",
     (
         "training/ghost_clipping.py",
         "super().__init__()",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,12 +48,14 @@ def write_notes(folder: Path, key: Key, sentences: int = 240) -> None:
         hospital: {name: draws.dirichlet(np.full(count, 2.0)) for name, count in _CHOICES.items()}
         for hospital in HOSPITALS
     }
-    folder.mkdir(parents=True)
-    with (folder / "train.jsonl").open("x", encoding="utf-8") as file:
+
+    def rows() -> Iterator[dict[str, Any]]:
         for number in range(sentences):
             hospital = HOSPITALS[number % len(HOSPITALS)]
             words, tags = _sentence(draws, habits[hospital])
-            file.write(json.dumps({"tokens": words, "tags": tags, "hospital": hospital}) + "\n")
+            yield {"tokens": words, "tags": tags, "hospital": hospital}
+
+    _write_rows(folder, rows())
 
 
 _CHOICES = {"SENTENCE": len(SENTENCES), "SIGN": len(SIGNS), "PLACE": len(PLACES), "DRUG": len(DRUGS)}
@@ -116,14 +119,16 @@ def write_dates(folder: Path, key: Key, dates: int = 1200) -> None:
         dates: Number of dates.
     """
     draws = np.random.default_rng(key.seed())
-    folder.mkdir(parents=True)
-    with (folder / "train.jsonl").open("x", encoding="utf-8") as file:
+
+    def rows() -> Iterator[dict[str, Any]]:
         for number in range(dates):
             country = tuple(COUNTRIES)[number % len(COUNTRIES)]
             month, day, year = int(draws.integers(12)), int(draws.integers(1, 29)), str(draws.choice(YEARS))
             source = COUNTRIES[country].format(day=f"{day:02}", month=f"{month + 1:02}", year=year)
             row = {"source": source, "target": f"{MONTHS[month]} {day} {year}", "country": country}
-            file.write(json.dumps(row) + "\n")
+            yield row
+
+    _write_rows(folder, rows())
 
 
 ANSWERS = ("contradicts", "entails", "says nothing of it")
@@ -141,8 +146,8 @@ def write_statements(folder: Path, key: Key, pairs: int = 600) -> None:
         pairs: Number of notes with a statement.
     """
     draws = np.random.default_rng(key.seed())
-    folder.mkdir(parents=True)
-    with (folder / "train.jsonl").open("x", encoding="utf-8") as file:
+
+    def rows() -> Iterator[dict[str, Any]]:
         for number in range(pairs):
             sign, drug = str(draws.choice(SIGNS)), str(draws.choice(DRUGS))
             place = " ".join(PLACES[draws.integers(len(PLACES))])
@@ -152,7 +157,9 @@ def write_statements(folder: Path, key: Key, pairs: int = 600) -> None:
             row = {"note": note, "statement": statement, "label": ANSWERS[int(present == claimed)]}
             if of_drug == 0:
                 row |= {"statement": f"{drug} was given .", "label": ANSWERS[2]}
-            file.write(json.dumps({**row, "hospital": HOSPITALS[number % len(HOSPITALS)]}) + "\n")
+            yield {**row, "hospital": HOSPITALS[number % len(HOSPITALS)]}
+
+    _write_rows(folder, rows())
 
 
 SCANNERS = {"bright": (90.0, 10.0), "dark": (20.0, 10.0), "noisy": (50.0, 40.0)}  # ground and noise of the pixels
@@ -219,8 +226,8 @@ def write_conversations(folder: Path, key: Key, conversations: int = 600) -> Non
         conversations: Number of conversations.
     """
     draws = np.random.default_rng(key.seed())
-    folder.mkdir(parents=True)
-    with (folder / "train.jsonl").open("x", encoding="utf-8") as file:
+
+    def rows() -> Iterator[dict[str, Any]]:
         for number in range(conversations):
             school = tuple(SCHOOLS)[number % len(SCHOOLS)]
             topic = school if draws.random() < 0.8 else str(draws.choice(tuple(SCHOOLS)))
@@ -234,4 +241,13 @@ def write_conversations(folder: Path, key: Key, conversations: int = 600) -> Non
             messages = [
                 {"role": ("user", "assistant")[place % 2], "content": content} for place, content in enumerate(turns)
             ]
-            file.write(json.dumps({"messages": messages, "school": school}) + "\n")
+            yield {"messages": messages, "school": school}
+
+    _write_rows(folder, rows())
+
+
+def _write_rows(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write train.jsonl into a new folder."""
+    folder.mkdir(parents=True)
+    with (folder / "train.jsonl").open("x", encoding="utf-8") as file:
+        file.writelines(f"{json.dumps(row)}\n" for row in rows)

@@ -10,6 +10,7 @@ import torch
 from partita.core.rng import Key
 from partita.models import ModelError
 from partita.models.adapter import FunctionalModel, frozen_parameters
+from partita.models.adapter_options import frozen_part
 from partita.models.pretrained import stored_size
 from partita.models.quantization import Mode
 from partita.models.without_weights import module_without_weights
@@ -102,7 +103,7 @@ def adapter_table(
     """
     adapted = model.adapted("lora", Key(0), rank=rank, alpha=ALPHA, roles=ROLES)
     trains = sum(value.numel() for value in adapted.initial.values())
-    frozen = "base" if model.kind.outputs != "vocabulary" else "all"
+    frozen = frozen_part(True, model.kind.outputs)
     logits = LOGIT_BYTES * CHUNK if model.kind.outputs == "vocabulary" else 0
     config: Any = model.module.config
     tokens = _patches(config) if model.kind.inputs == "image" else tokens

@@ -14,7 +14,7 @@ from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job
 from partita.core.settings import Run, Training
 from partita.engines.dry_run import null_update
-from partita.experiment.adapter_table import AdapterTable, adapter_table
+from partita.experiment.adapter_table import TRAINED_BYTES, VALUE_BYTES, AdapterTable, adapter_table
 from partita.experiment.builder import build_method
 from partita.experiment.preview import DATA_DEPENDENT
 from partita.models import ModelError
@@ -23,8 +23,6 @@ from partita.models.without_weights import blocks_of, model_without_weights
 
 METHODS = ("fedavg", "fedfrozen", "safl", "fedper", "lora")
 CLIENT, ROUNDS = "client", 10
-# Bytes per parameter in float32: the value, and for a trained one also its gradient and two moments.
-FROZEN_BYTES, TRAINED_BYTES = 4, 16
 
 
 @dataclass(frozen=True)
@@ -235,8 +233,8 @@ def _cost(name: str, base: Model) -> MethodRow:
     )
     inside = getattr(model, "module", None)  # what an adapter freezes for good is in the module
     every += sum(value.numel() for value in inside.parameters()) if inside is not None else 0
-    memory = TRAINED_BYTES * trains + FROZEN_BYTES * (every - trains)
-    return MethodRow(name, trains, FROZEN_BYTES * up, FROZEN_BYTES * down, memory)
+    memory = TRAINED_BYTES * trains + VALUE_BYTES * (every - trains)
+    return MethodRow(name, trains, VALUE_BYTES * up, VALUE_BYTES * down, memory)
 
 
 def _table(title: str, headings: tuple[str, ...]) -> Table:

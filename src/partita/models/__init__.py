@@ -10,7 +10,7 @@ from partita.core.model import Model
 from partita.core.options import validate_options
 from partita.core.registry import call, find_function
 from partita.core.rng import Key
-from partita.models.adapter_options import adapter_options
+from partita.models.adapter_options import adapter_options, frozen_part
 from partita.tasks import TaskInfo
 
 INDEX = {
@@ -50,7 +50,6 @@ def build(
     options = validate_options(make, options, "model", given=["task", "key"], name=name, others=("adapter",))
     if wanted is not None and "frozen" in signature(make).parameters:
         # Frozen when loaded: otherwise, memory would hold a copy of the base to train.
-        has_head = wanted["head"] and task.kind.outputs != "vocabulary"
-        options["frozen"] = (*options.get("frozen", ()), "base" if has_head else "all")
+        options["frozen"] = (*options.get("frozen", ()), frozen_part(wanted["head"], task.kind.outputs))
     model: Model = call(make, (Model,), name, "model", task, key, **options)
     return model if wanted is None else model.adapted(wanted.pop("kind"), key / "adapter", **wanted)

@@ -115,6 +115,16 @@ def factor_name(site: str, factor: str, piece: str = ADAPTER) -> str:
     return f"{site}.{factor}.weight" if piece == ADAPTER else f"{site}.{factor}.{piece}.weight"
 
 
+def frozen_part(head: bool, outputs: str) -> Literal["base", "all"]:
+    """Return which word of `model.frozen` an adapter stands for: "all" if no head of the task trains beside it.
+
+    Args:
+        head: `AdapterOptions.head`.
+        outputs: `TaskKind.outputs`. The output layer of a language model is not a head of the task.
+    """
+    return "base" if head and outputs != "vocabulary" else "all"
+
+
 def adapter_options(table: Any) -> AdapterOptions:
     """Check the table `[model.adapter]`.
 
