@@ -60,6 +60,7 @@ every = 1000
 clients_per_block = 1
 threads = 1
 """
+SECURE = "[secure_aggregation]\n"
 OWN_MODEL = """from partita import models
 
 models.INDEX["payload"] = "flower:payload"
@@ -123,6 +124,7 @@ def main() -> None:
         "--memory", action="store_true", help="measure it; looking takes time, so give no heed to times"
     )
     options.add_argument("--clients", type=int, default=10)
+    options.add_argument("--secure", action="store_true", help="measure secure aggregation too; at least 3 clients")
     options.add_argument(
         "--parts", action=argparse.BooleanOptionalAction, default=True, help="a message's time by part"
     )
@@ -139,7 +141,11 @@ def main() -> None:
         f"mean of rounds 1 to {ROUNDS - 2}",
     )
     about["load before"] = round(os.getloadavg()[0], 1)
-    results = [measure(megabytes, chosen.clients, chosen.memory) for megabytes in chosen.megabytes]
+    results = [
+        measure(megabytes, chosen.clients, chosen.memory, secure)
+        for megabytes in chosen.megabytes
+        for secure in ([False, True] if chosen.secure else [False])
+    ]
     apart = [parts(warm) for warm in (False, True)] if chosen.parts else []
     print(f"{about['work']}; {about['device']}, torch {about['torch']}, load {about['load before']} before")
     for row in [*results, *apart]:
@@ -151,10 +157,12 @@ def main() -> None:
         chosen.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def measure(megabytes: float, clients: int, look: bool) -> dict[str, Any]:
+def measure(megabytes: float, clients: int, look: bool, secure: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder, gate = Path(name), Gate()
-        app = write_app(folder, clients, f'{{name = "payload", megabytes = {megabytes}}}', OWN_MODEL)
+        app = write_app(
+            folder, clients, f'{{name = "payload", megabytes = {megabytes}}}', OWN_MODEL, SECURE if secure else ""
+        )
         here = list(runner.start(load(folder / "experiment.toml"), folder / "here"))
         names = [f"c{number}" for number in range(clients)]
         with deploy_locally(
@@ -172,6 +180,7 @@ def measure(megabytes: float, clients: int, look: bool) -> dict[str, Any]:
     row = {
         "megabytes": megabytes,
         "clients": clients,
+        "secure aggregation": secure,
         "seconds, embedded": round(embedded, 3),
         "seconds, Flower": round(flower, 2),
         "seconds, overhead": round(flower - embedded, 2),
@@ -185,8 +194,8 @@ def measure(megabytes: float, clients: int, look: bool) -> dict[str, Any]:
     return row
 
 
-def write_app(folder: Path, clients: int, model: str, own: str = "") -> Path:
-    (folder / "experiment.toml").write_text(CONFIG.format(rounds=ROUNDS, clients=clients, model=model))
+def write_app(folder: Path, clients: int, model: str, own: str = "", more: str = "") -> Path:
+    (folder / "experiment.toml").write_text(CONFIG.format(rounds=ROUNDS, clients=clients, model=model) + more)
     app = flower_app.init(folder / "app", folder / "experiment.toml")
     (app / "federation" / "__init__.py").write_text(own)
     return app

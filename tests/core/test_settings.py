@@ -42,6 +42,8 @@ def test_run_has_documented_defaults() -> None:
         "secret": None,
         "hidden_cohorts": False,
         "sampling": Uniform(),
+        "secure_aggregation": None,
+        "client_noise": None,
     }
     assert isinstance(run.cohort, float), "an int would be a number of clients"
 

@@ -32,6 +32,7 @@ from partita.engines.flower.local_deployment import (
     terminate,
 )
 from partita.engines.flower.prefork_server import CLIENT_MODULE, start_prefork_server
+from partita.engines.secure import SecureEngine
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import builder, flower_app, run_folder, runner
 from partita.experiment.config import load
@@ -85,6 +86,16 @@ def learn(message, context):
 
 app.evaluate()(honest)
 """
+
+
+# The same for a run with secure aggregation: it hangs after it has shared its keys, before it trains.
+HANGING_SECURE_SITE = (
+    HANGING_SITE.replace("@app.train()", '@app.train("mask")')
+    + """
+for stage in ("advertise", "share_keys", "unmask"):
+    app.train(stage)(honest)
+"""
+)
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +172,35 @@ def test_run_survives_a_site_killed_during_a_round(tmp_path: Path, monkeypatch: 
     # The cohort order, and so the order of the sum, depends on the number of available clients.
     assert max_difference(final_params(played), there.params) < 1e-6
     wait_until("all processes have ended", lambda: all(has_ended(group) for group in groups))
+
+
+def test_masks_of_a_site_killed_before_it_sent_its_update_are_recovered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
+    secure = {"[engine]": "[secure_aggregation]\nthreshold = 0.5\nmin_clients = 2\n[engine]"}
+    app = write_app(tmp_path, client=HANGING_SECURE_SITE, tables=secure)
+    with deploy_locally(["c0", "c1", "c2"], tmp_path / "logs", ["partita.experiment.flower_app"]) as federation:
+        settings = f'deadline={LONG} patience=1.0 folder="{tmp_path / "run"}"'
+        running = threading.Thread(target=federation.run, args=(app, settings))
+        running.start()
+        wait_until("c1 has shared its keys", lambda: (tmp_path / "begun").exists() or not running.is_alive())
+        assert running.is_alive(), "the run ended too early"
+        os.killpg(federation.nodes["c1"].pid, signal.SIGKILL)
+        running.join(LONG)
+    assert run_folder.finished(tmp_path / "run"), "the run did not finish"
+    rows = [json.loads(line) for line in (tmp_path / "run" / run_folder.ROWS).read_text().splitlines()]
+    assert [(sorted(row["cohort"]), list(row["lost"])) for row in rows] == [
+        (["c0", "c1", "c2"], ["c1"]),
+        (["c0", "c2"], []),
+    ]
+    assert [(row["secure"]["clients"], row["secure"]["recovered"]) for row in rows] == [(2, 1), (2, 0)]
+    built = builder.build(load(tmp_path / "experiment.toml"))
+    away = Availability(trace={(0, "c1"): 0.0, (1, "c1"): 0.0})
+    inner = SimulationEngine(built.run, built.model, built.federation, availability=away)
+    played = list(rounds(built.run, built.model, SecureEngine(inner, built.run, built.model)))
+    # The number of clients in the second round's cohort differs, and with it the scale of the fixed-point numbers.
+    assert max_difference(final_params(played), server_in(tmp_path / "run").params) < 1e-6
 
 
 # ---- certificates and keys

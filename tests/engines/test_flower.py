@@ -41,6 +41,7 @@ from flwr.common.config import parse_config_args
 from helpers import SMALL_TASK, SMALL_VIT, Clients, files_in, final_params, server_in, toy_model, toy_run
 from PIL import Image
 from shell import Shell
+from track_fixtures import read_tensorboard
 from typer.testing import CliRunner
 
 from partita import data
@@ -577,6 +578,23 @@ def test_served_and_resumed_run_records_the_rows_of_a_local_run(method: str, opt
         next(flower_app.serve(grid, load(config, ["seed=3"]), settings, "3"))
     [remedy] = shlex.split(str(refused.value).partition("--run-config ")[2])
     assert next(flower_app.serve(grid, load(config), {**settings, **parse_config_args([remedy])}, "4"))
+
+
+@pytest.mark.filterwarnings("default")  # TensorBoard's own
+def test_server_tracks_across_a_restart_and_sites_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, checked = write_config(tmp_path / "app"), list[str]()
+    monkeypatch.setattr("partita.experiment.builder.check_installed", checked.append)
+    words = ['track.to=["tensorboard"]']
+    settings = {"folder": str(tmp_path / "there"), "deadline": 60.0, "clients": 3, "set": shlex.join(words)}
+    grid = app_grid(config, tmp_path / "sites", settings, c0={}, c1={}, c2={})
+    stopped = flower_app.serve(grid, load(config, words), settings, "1")
+    next(stopped)
+    stopped.close()
+    rows = len(list(flower_app.serve(grid, load(config, words), settings, "2"))) + 1
+    assert checked == ["tensorboard"] * 2  # by the two starts of the server
+    found, _ = read_tensorboard(tmp_path / "there" / "track" / "tensorboard")
+    assert [step for step, _ in found["round"]] == list(range(rows))
+    assert [value for _, value in found["bytes/up"]] == [row["bytes"]["up"] for row in rows_of(tmp_path / "there")]
 
 
 def test_served_run_samples_validates_and_stops_as_a_local_run_does(tmp_path: Path) -> None:

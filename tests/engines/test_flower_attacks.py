@@ -46,7 +46,8 @@ from partita.engines.flower.messages import MAX_TEXT, ErrorReply
 from partita.engines.simulation import SimulationEngine
 from partita.methods import build
 from partita.methods.fedavg import fedavg
-from partita.report.sections import lost_clients_section as lost_table
+from partita.report.sections import lost_clients_data
+from partita.report.templating import render
 from partita.testing.toy import ToyTransformer
 
 MANY = 3_000
@@ -391,7 +392,9 @@ def test_report_escapes_failure_reasons() -> None:
     class Record:
         label, seed, rows = "run", 0, [{"round": 0, "lost": {"c1": messages.printable_line(ODD)}}]
 
-    assert "<script>" not in lost_table([Record()])  # type: ignore[list-item]
+    shown = render("lost", data=lost_clients_data([Record()]), styles={})  # type: ignore[list-item]
+    assert "&lt;script&gt;alert" in shown
+    assert "<script>" not in shown
 
 
 def test_frozen_parameters_in_a_later_reply_are_refused(tmp_path: Path) -> None:

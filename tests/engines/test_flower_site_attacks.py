@@ -332,14 +332,14 @@ def test_site_with_a_damaged_answer_record_refuses(damage: bytes, tmp_path: Path
 
 
 def test_only_one_of_concurrent_claims_wins_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = answered_rounds._read
+    read = answered_rounds.read_record
 
     def slow(path: Path) -> Any:
         found = read(path)
         time.sleep(0.02)
         return found
 
-    monkeypatch.setattr(answered_rounds, "_read", slow)
+    monkeypatch.setattr(answered_rounds, "read_record", slow)
     with ThreadPoolExecutor(8) as pool:
         won = list(
             pool.map(lambda number: answered_rounds.claim(tmp_path / "answered.json", 0, str(number)), range(32))

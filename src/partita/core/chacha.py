@@ -26,6 +26,7 @@ BLOCK_BYTES = 64
 NORMALS = 8  # numbers from one block
 MAX_BLOCKS = 2**32  # the cipher counts blocks in 32 bits
 _CPU = torch.device("cpu")
+_PIECE = 2**18  # bytes of a piece of the stream: it stays in the processor's cache until it is used
 _PASS = 2**21  # blocks that are processed together: 128 MiB of stream, and as much again for each temporary
 # Each thread returns one 64-bit word of the stream. Eight threads compute the same block: arithmetic is cheaper than
 # memory access.
@@ -70,8 +71,17 @@ def bernoulli(key: bytes, count: int, probability: float) -> NDArray[np.bool_]:
         count: How many to draw.
         probability: The probability of True.
     """
-    words = np.frombuffer(_cipher_stream(key, -(-count // NORMALS)), np.uint64)[:count]
-    return np.asarray((words >> 11) * 2.0**-53 < probability)
+    return np.asarray((integers(key, count) >> 11) * 2.0**-53 < probability)
+
+
+def integers(key: bytes, count: int) -> NDArray[np.uint64]:
+    """Draw independent uniform 64-bit integers, of shape (count,).
+
+    Args:
+        key: 32 bytes. The same key always gives the same draws.
+        count: How many to draw.
+    """
+    return np.frombuffer(_cipher_stream(key, -(-count // NORMALS)), np.uint64)[:count]
 
 
 def normal(keys: Sequence[bytes], counts: Sequence[int], device: torch.device | None = None) -> list[Tensor]:
@@ -97,6 +107,27 @@ def normal(keys: Sequence[bytes], counts: Sequence[int], device: torch.device | 
         parts = torch.split(numbers, [count * NORMALS for count in blocks])
         drawn += [part[:count] for part, count in zip(parts, pass_counts, strict=True)]
     return drawn
+
+
+def stream_pieces(key: bytes, size: int) -> Iterator[memoryview]:
+    """Yield the first `size` bytes of the cipher's stream in pieces. The next piece overwrites the one before.
+
+    Args:
+        key: 32 bytes. The same key always gives the same bytes.
+        size: The number of bytes.
+
+    Raises:
+        CipherError: If the stream would be too long, or if the package `cryptography` is missing.
+    """
+    if size > MAX_BLOCKS * BLOCK_BYTES:
+        raise CipherError(f"one stream is limited to {MAX_BLOCKS * BLOCK_BYTES:,} bytes; split the vector")
+    algorithms, cipher = _need()
+    encryptor = cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
+    zeros, piece = bytes(_PIECE), memoryview(bytearray(_PIECE))
+    for start in range(0, size, _PIECE):
+        count = min(_PIECE, size - start)
+        encryptor.update_into(memoryview(zeros)[:count], piece[:count])
+        yield piece[:count]
 
 
 def _passes(counts: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,7 @@ from partita.core import tensors
 from partita.core.batch_schedule import BatchSchedule, poisson_batches, shuffled_batches
 from partita.core.data import Examples
 from partita.core.dp_settings import DPSGDSettings
+from partita.core.group_units import group_units
 from partita.core.method import ClientRule, Context, ForbiddenData, MethodError, UpdateTransform, overrides
 from partita.core.model import Model
 from partita.core.plan import NO_NAMES, Phase, Plan, RoundInfo, plan_for
@@ -79,7 +80,7 @@ class ClientRound:
         state: The client's state before the round.
         plan: The narrowed plan.
         ctx: The context for the hooks of client rules.
-        examples: The client's training examples.
+        examples: The client's training examples; with privacy by group, its groups.
         schedules: The batches of each phase in `plan.phases`.
         key: The random key of this client and round.
         metrics: The metrics of all `LayerSelection` results.
@@ -205,6 +206,8 @@ def begin_round(
     ctx = replace(ctx, notes={**notes, **started})
     dp_settings = run.method.privacy
     poisson = dp_settings is not None and dp_settings.sampling == "poisson"
+    if dp_settings is not None and dp_settings.groups and len(examples):
+        examples = group_units(examples, dp_settings.max_per_group, key / "members")
     schedules = _batch_schedules(
         run, job, plan, examples, key, poisson_batches if poisson else shuffled_batches, fraction
     )

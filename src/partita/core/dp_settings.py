@@ -1,4 +1,4 @@
-"""Settings of example-level differential privacy (DP-SGD)."""
+"""Settings of example-level and group-level differential privacy (DP-SGD)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ class DPSGDSettings:
     """Settings of DP-SGD.
 
     Attributes:
-        clip: The maximum norm of one example's gradient, and so the sensitivity of the sum.
+        clip: The maximum norm of one unit's gradient, and so the sensitivity of the sum. A unit is an example, or with
+            `groups` all examples of a group.
         noise: The standard deviation of the Gaussian noise, as a multiple of `clip`.
-        sampling: "poisson" includes each example independently, which accountants reward; "shuffle" uses shuffled
+        sampling: "poisson" includes each unit independently, which accountants reward; "shuffle" uses shuffled
             batches, for comparisons.
         clipping: "direct" computes each example's gradient; "ghost" computes only their norms, from the inputs and
             output gradients of layers; "auto" uses ghost clipping for large batches where it works.
-        microbatch: Examples whose gradients are in memory at once; None for a whole batch.
+        microbatch: Units whose gradients are in memory at once; None for a whole batch.
+        groups: Whether units are groups. A group is drawn whole, and its contribution is the clipped gradient of the
+            mean loss of its examples.
+        max_per_group: Maximum number of a group's examples that take part in a round; None for all.
 
     Raises:
         PrivacyError: If a setting is invalid.
@@ -32,6 +36,8 @@ class DPSGDSettings:
     sampling: Literal["poisson", "shuffle"] = "poisson"
     clipping: Literal["auto", "direct", "ghost"] = "auto"
     microbatch: int | None = None
+    groups: bool = False
+    max_per_group: int | None = None
 
     def __post_init__(self) -> None:
         if not self.clip > 0:
@@ -42,3 +48,10 @@ class DPSGDSettings:
             raise PrivacyError("privacy.clip is infinite, so no noise is enough; give it a number, such as 1.0")
         if self.microbatch is not None and self.microbatch < 1:
             raise PrivacyError(f"privacy.microbatch is {self.microbatch}; it must be at least 1, or left out")
+        if self.max_per_group is not None and self.max_per_group < 1:
+            raise PrivacyError(f"privacy.max_per_group is {self.max_per_group}; it must be at least 1, or left out")
+        if self.groups and self.clipping == "ghost":
+            raise PrivacyError(
+                "privacy.clipping is 'ghost', which computes the norms of single examples; with privacy.unit = 'group' "
+                "set it to 'direct'"
+            )

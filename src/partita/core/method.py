@@ -175,6 +175,8 @@ class ClientRule:
             them.
         release: The privacy of that result in each round; None if it has none. A method with example-level privacy
             needs it for every rule that sets `uses_data`.
+        release_every: The rounds from one such result to the next: the rule has one in rounds 0, `release_every`,
+            2 `release_every` and so on, whichever clients take part.
         per_example: Whether `penalty` is a mean over the batch's examples. If False, `penalty` must not read examples
             under example-level privacy.
     """
@@ -183,6 +185,7 @@ class ClientRule:
     optimizers: Names | None = None
     uses_data: bool = False
     release: PrivacyRelease | None = None
+    release_every: int = 1
     per_example: bool = False
 
     def memory(self, anchor: Tensors) -> Slots:
@@ -431,9 +434,12 @@ class ServerRule:
 
     Attributes:
         optimizers: The names of the local optimizers for which the rule is valid; None for any.
+        divisor: For a rule with a `reduce` of its own that divides the plain sum of the updates, all with weight 1, by
+            a fixed number: that number. Such a rule can start from a secure sum. None for all other rules.
     """
 
     optimizers: Names | None = None
+    divisor: float | None = None
 
     def init(self, model: Model) -> Slots:
         """Return the initial `Server.state`. Called once, before the first round."""
@@ -564,6 +570,11 @@ class Method:
                 raise MethodError(
                     f"{self.name}: {type(rule).__name__} starts or selects by a client's examples and adds no noise; "
                     "with privacy, add noise, or start and select without reading examples"
+                )
+            if self.privacy and self.privacy.groups and rule.uses_data:
+                raise MethodError(
+                    f"{self.name}: the noise of {type(rule).__name__} hides single examples, not groups of them; with "
+                    "privacy.unit = 'group', start and select without reading examples"
                 )
 
     @property

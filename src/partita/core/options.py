@@ -241,6 +241,11 @@ _shorten = reprlib.Repr()
 _shorten.maxstring = _shorten.maxother = _shorten.maxlong = SHOWN_CHARACTERS
 
 
+def bounds_of(hint: Any) -> Range:
+    """Return the range of a type: its own, the default of its kind, or one without bounds."""
+    return _bounded(hint)[1] or Range()
+
+
 def _annotated(hint: Any) -> bool:
     return get_origin(hint) is Annotated
 

@@ -9,21 +9,19 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import Any, Protocol
 
 from partita.core.client import ClientError, Job
 from partita.core.data import EvaluateOn
 from partita.core.drift import Drift, DriftMeasures
+from partita.core.finite_server import first_non_finite
 from partita.core.method import MethodError, Server
 from partita.core.model import Model
 from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.settings import Run, RunError
-from partita.core.tensors import Names, Tensors, all_finite, restrict_slots
+from partita.core.tensors import Names, restrict_slots
 from partita.core.traffic import Traffic, TrafficMeter
-from partita.core.update import Update
+from partita.core.update import Aggregate, MaskedUpdate, SecureSum, Update
 from partita.core.update_checks import CheckedUpdate, InvalidUpdate, UpdateLimits, UpdateValidator, readable, shorten
 from partita.core.versions import ParameterVersions
 
@@ -48,6 +46,9 @@ class ClientFailure:
     refused: bool = False
 
 
+Reply = Update | ClientFailure | MaskedUpdate | SecureSum
+
+
 class Engine(Protocol):
     """Carries jobs to clients and updates back."""
 
@@ -55,11 +56,12 @@ class Engine(Protocol):
         """The names of all available clients."""
         ...
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
+    def train(self, jobs: Iterable[Job]) -> Iterator[Reply]:
         """Train each job and yield one reply for it, in the order of the jobs.
 
         Both sides are streams: jobs are created as the engine draws them, and the server consumes each reply before it
-        asks for the next.
+        asks for the next. If the run has `secure_aggregation`, the reply of a client is a ClientFailure or a
+        MaskedUpdate, and one SecureSum follows the replies of all clients.
         """
         ...
 
@@ -92,7 +94,8 @@ class RoundResult:
         bounded: The clients whose update was longer than `federation.max_norm` and was scaled down.
         skipped: Why the round did not change the server; None if it did.
         population: The number of available clients from which the cohort was drawn.
-        losses: By client, the training loss that it reported.
+        losses: By client, the training loss that it reported; empty with secure aggregation.
+        secure: What the row says about secure aggregation; None without it.
     """
 
     number: int
@@ -110,6 +113,7 @@ class RoundResult:
     skipped: str | None = None
     population: int = 0
     losses: Mapping[str, float] = field(default_factory=dict)
+    secure: Mapping[str, Any] | None = None
 
 
 def initial_server(run: Run, model: Model) -> Server:
@@ -210,6 +214,7 @@ class _RoundRunner:
         self.metrics: dict[str, Mapping[str, float]] = {}
         self.norms: dict[str, float] = {}
         self.bounded: set[str] = set()
+        self.secure: SecureSum | None = None
 
     def run_round(self, engine: Engine) -> RoundResult:
         method, clients = self.run.method, engine.clients()
@@ -220,20 +225,25 @@ class _RoundRunner:
             raise RunError(
                 f"federation.min_updates is {self.run.min_updates}, but only {len(cohort)} clients are asked per round"
             )
-        updates = self._receive(engine.train(self._ask(client) for client in cohort))
-        watched = self.drift.watch(updates) if self.run.drift else updates
-        aggregate = method.server_rule.reduce(self.server, watched, len(clients))
-        if aggregate.cohort != len(self.received):
+        replies = engine.train(self._ask(client) for client in cohort)
+        if self.run.secure_aggregation:
+            aggregate = self._receive_sum(replies)
+        else:
+            updates = self._receive(replies)
+            watched = self.drift.watch(updates) if self.run.drift else updates
+            aggregate = method.server_rule.reduce(self.server, watched, len(clients))
+        if aggregate and aggregate.cohort != len(self.received):
             raise MethodError(
                 f"{method.name}: {type(method.server_rule).__name__} reports {aggregate.cohort} reduced updates, but "
                 f"there were {len(self.received)}; it must consume each update once and count them"
             )
-        if few := self._too_few():
+        few = self._too_few()
+        if aggregate is None or few:
             return self._result(self.server, few)
         for index, transform in reversed(list(enumerate(method.transforms))):
             aggregate = transform.decode_aggregate(aggregate, key / "channel" / index)
         server = method.server_rule.apply(self.server, aggregate)
-        if bad_name := _first_non_finite(self.server, server):
+        if bad_name := first_non_finite(self.server, server):
             reason = f"round {self.number} would have made the server's '{bad_name}' not finite"
             if not self.run.skip_failed_clients:
                 raise RunError(f"{reason}; lower training.lr, or method.lr where there is one")
@@ -247,15 +257,19 @@ class _RoundRunner:
         not be able to end the run.
         """
         count, refused = len(self.received), sum(lost.refused for lost in self.lost)
-        if count >= self.run.min_updates:
+        needed, failure = self.run.min_updates, self.secure.failure if self.secure else None
+        if count >= needed and not failure:
             return None
         reasons = "; ".join(f"{lost.client}: {lost.reason}" for lost in self.lost[:3])
-        short = (
-            f"only {count} of {len(self.cohort)} clients answered in round {self.number} and federation.min_updates is "
-            f"{self.run.min_updates} ({reasons})"
-        )
-        if not self.run.skip_failed_clients or count + refused < self.run.min_updates:
-            raise RunError(f"{short}; lower it, or ask more clients per round")
+        short, remedy = f"only {count} of {len(self.cohort)} clients answered in round {self.number}", ""
+        if self.secure and failure:
+            needed = max(needed, self.secure.needed)
+            short = f"round {self.number} cannot be unmasked: {failure} ({reasons or 'no client was lost'})"
+        else:
+            short += f" and federation.min_updates is {needed} ({reasons})"
+            remedy = "; lower it, or ask more clients per round"
+        if not self.run.skip_failed_clients or count + refused < needed:
+            raise RunError(f"{short}{remedy}")
         return short
 
     def _result(self, server: Server, skipped: str | None = None) -> RoundResult:
@@ -264,13 +278,14 @@ class _RoundRunner:
             self.server.versions.acknowledge(self.received).forget(self.overwritten).changed(moved, self.number + 1)
         )
         weight = sum(weight for weight, _ in self.losses.values())
+        loss = sum(weight * loss for weight, loss in self.losses.values()) / weight if weight else None
         return RoundResult(
             self.number,
             replace(server, versions=versions),
             tuple(self.cohort),
             tuple(self.lost),
             self.traffic.total(),
-            sum(weight * loss for weight, loss in self.losses.values()) / weight if weight else None,
+            self.secure.loss if self.secure else loss,
             self.drift.measures(),
             self.sent,
             self.metrics,
@@ -280,6 +295,7 @@ class _RoundRunner:
             skipped,
             self.population,
             {client: loss for client, (_, loss) in self.losses.items()},
+            self.secure.facts if self.secure else None,
         )
 
     def _job(self, client: str) -> Job:
@@ -292,8 +308,32 @@ class _RoundRunner:
         self.traffic.add_job(job, common=not own and not job.slots)
         return job
 
-    def _receive(self, replies: Iterable[Update | ClientFailure]) -> Iterator[Update]:
+    def _receive_sum(self, replies: Iterable[Reply]) -> Aggregate | None:
+        """Return the mean of the round's masked updates, or None if it cannot be unmasked."""
         for reply in replies:
+            if isinstance(reply, SecureSum) and self.secure is None:
+                self.secure = reply
+                self.traffic.add_secure(reply.up, reply.down)
+            elif not isinstance(reply, MaskedUpdate | ClientFailure) or reply.client not in self.plans:
+                raise RunError(
+                    f"the engine returns a {type(reply).__name__} in a run with secure aggregation; use an engine that "
+                    "masks updates"
+                )
+            elif isinstance(reply, ClientFailure):
+                del self.plans[reply.client]
+                self._record_failure(reply)
+            else:
+                plan = self.plans.pop(reply.client)
+                self.received.append((reply.client, plan.down))
+                self.sent[reply.client] = plan.up
+        if self.secure is None or self.plans:
+            raise RunError("the engine did not answer for all clients, or returned no sum; this is a bug of the engine")
+        return self.secure.aggregate
+
+    def _receive(self, replies: Iterable[Reply]) -> Iterator[Update]:
+        for reply in replies:
+            if isinstance(reply, MaskedUpdate | SecureSum):
+                raise RunError("the engine masks updates, but the run has no [secure_aggregation]")
             if fault := self._unexpected(reply):
                 self._drop(reply, fault)
                 continue
@@ -357,22 +397,3 @@ class _RoundRunner:
             self.norms[update.client] = checked.norm
         if checked.bounded:
             self.bounded.add(update.client)
-
-
-def _first_non_finite(before: Server, after: Server) -> str | None:
-    """The name of a parameter or of server state that the round changed to a non-finite value, or None."""
-    moved = _changed(before.params, after.params)
-    for slot, part in after.state.items():
-        moved |= {f"{slot}/{name}": value for name, value in _changed(before.state.get(slot, {}), part).items()}
-    groups: dict[tuple[torch.device, torch.dtype], Tensors] = {}
-    for name, value in moved.items():
-        if value.is_floating_point() and value.numel():
-            groups.setdefault((value.device, value.dtype), {})[name] = value
-    for part in groups.values():  # one check per device and dtype: each check synchronizes with the GPU
-        if not all_finite(part):
-            return next(name for name, value in part.items() if not all_finite({name: value}))
-    return None
-
-
-def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensors:
-    return {name: value for name, value in after.items() if value is not before.get(name)}

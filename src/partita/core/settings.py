@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from partita.core.client_noise import ClientNoise
 from partita.core.method import Method
 from partita.core.optim import SGD, Optimizer, Schedule
 from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.sampling import ClientInfo, Uniform
+from partita.core.secure_settings import SecureAggregation
 
 Augmentation = Literal[
     "flip", "crop", "rotate", "shear", "cutout", "contrast", "brightness", "sharpness", "randaugment"
@@ -134,6 +136,9 @@ class Run:
         hidden_cohorts: Whether to draw cohorts with `secret`. Privacy amplification by sampling requires that nobody
             knows who was drawn.
         sampling: How the cohort of a round is drawn.
+        secure_aggregation: The settings with which the server learns only the sum of a round's updates; None to send
+            updates in clear.
+        client_noise: The noise that clients add before secure aggregation; None for none.
 
     Raises:
         RunError: If a setting is invalid or settings contradict each other.
@@ -154,6 +159,8 @@ class Run:
     secret: Key | None = None
     hidden_cohorts: bool = False
     sampling: Uniform = field(default_factory=Uniform)
+    secure_aggregation: SecureAggregation | None = None
+    client_noise: ClientNoise | None = None
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -166,6 +173,11 @@ class Run:
             raise RunError(
                 "federation.max_norm and client-level privacy are both set; privacy.clip already bounds every update, "
                 "so leave federation.max_norm out"
+            )
+        if self.client_noise is not None and self.secure_aggregation is None:
+            raise RunError(
+                "noise at the clients is only enough in a sum, and secure aggregation is off; set the table "
+                "[secure_aggregation]"
             )
         self.method.check_optimizer(self.training.optimizer_name)
         if self.method.privacy and self.training.clip is not None:

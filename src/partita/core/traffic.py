@@ -55,6 +55,16 @@ class TrafficMeter:
         """Count an update."""
         self._up.append(serialization.byte_counts({"delta": update.delta, **update.slots}))
 
+    def add_secure(self, up: Mapping[str, int], down: int) -> None:
+        """Count the messages of secure aggregation, besides the jobs.
+
+        Args:
+            up: Bytes from clients by parameter name.
+            down: Bytes to clients.
+        """
+        self._up.append(up)
+        self._down.append({serialization.HEADER: down})
+
     def total(self) -> Traffic:
         """Return the bytes of all messages so far."""
         return Traffic(serialization.total_bytes(self._up), serialization.total_bytes(self._down))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -71,3 +72,37 @@ class Aggregate:
     delta: Tensors
     slots: Slots
     cohort: int
+
+
+@dataclass(frozen=True)
+class MaskedUpdate:
+    """With secure aggregation, all that the server knows of one client's update: it arrived, masked.
+
+    Attributes:
+        client: The client's name.
+    """
+
+    client: str
+
+
+@dataclass(frozen=True)
+class SecureSum:
+    """With secure aggregation, what the server learns of a round: the last of an engine's replies.
+
+    Attributes:
+        aggregate: The mean of the updates; None if it could not be unmasked.
+        loss: The mean training loss, weighted as the updates; None if clients report none.
+        failure: Why there is no aggregate; None if there is one.
+        needed: How many clients of each group must stay until the end of a round.
+        up: Bytes from clients by parameter name, with keys and shares under `serialization.HEADER`.
+        down: Bytes of the protocol to clients, besides the jobs.
+        facts: What the row of the round says about it.
+    """
+
+    aggregate: Aggregate | None
+    loss: float | None
+    failure: str | None
+    needed: int
+    up: Mapping[str, int]
+    down: int
+    facts: Mapping[str, Any]

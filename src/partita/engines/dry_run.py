@@ -82,7 +82,7 @@ def dry_run(
         until: The first round that is not run.
         availability: Simulated dropouts, which change what a client is sent later.
     """
-    run = replace(run, drift=False)
+    run = replace(run, drift=False, secure_aggregation=None, client_noise=None)  # sums would be of zeros
     server = initial_server(run, model)
     for result in islice(rounds(run, model, DryRunEngine(run, model, clients, availability), server), until):
         server = result.server

@@ -5,20 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
-
-from filelock import FileLock
 
 from partita.core.client import ClientError, ClientState, Job
 from partita.engines.flower.fingerprints import Fingerprints
 from partita.engines.flower.messages import JobId
+from partita.engines.flower.site_files import lock, read_record
 from partita.storage import atomic_files
 
 SESSIONS_KEPT = 1000  # maximum number of sessions per run; each start of the server begins one
-
-
-class HistoryError(ValueError):
-    """A site's record cannot be read. Continuing without it would be unsafe."""
 
 
 def register_job(path: Path, job_id: JobId, base: str = "") -> bool:
@@ -38,7 +32,7 @@ def register_job(path: Path, job_id: JobId, base: str = "") -> bool:
     Raises:
         ClientError: If the message is an old one, or there were too many sessions.
     """
-    record = _read(path) or {"session": "", "round": 0, "ended": []}
+    record = read_record(path) or {"session": "", "round": 0, "ended": []}
     new = job_id.session != record["session"]
     if job_id.session in record["ended"]:
         raise ClientError(job_id.client, f"session '{job_id.session}' has ended here; this is an old message")
@@ -60,7 +54,7 @@ def register_job(path: Path, job_id: JobId, base: str = "") -> bool:
 
 def base_in_session(path: Path, session: str) -> str | None:
     """Return the digest of the site's frozen weights as recorded in this session; None if it is a new one."""
-    record = _read(path) or {"session": ""}
+    record = read_record(path) or {"session": ""}
     return record.get("base") if record["session"] == session else None
 
 
@@ -78,18 +72,16 @@ def claim(path: Path, round: int, request: str) -> bool:
     Returns:
         Whether noise may be drawn for this request.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Without the lock, two processes that answer at the same time would both find the round unclaimed.
-    with FileLock(path.with_suffix(".lock"), poll_interval=0.01, fallback_to_soft=False):
-        answered = _read(path) or {}
+    with lock(path):
+        answered = read_record(path) or {}
         claimed = answered.setdefault(str(round), request)
         if claimed == request:
             atomic_files.write(path, json.dumps(answered).encode())
     return bool(claimed == request)
 
 
-def fingerprint(job: Job, state: ClientState, config: str, examples: int) -> str:
-    """Hash everything a client's answer depends on, except its secret and the contents of its examples.
+def fingerprint(job: Job, state: ClientState, config: str, examples: int, data: str) -> str:
+    """Hash everything a client's answer depends on, except its secret.
 
     The client's own state is included, because the server influences which of its states is used.
 
@@ -98,22 +90,11 @@ def fingerprint(job: Job, state: ClientState, config: str, examples: int) -> str
         state: The client's state before the round.
         config: The digest of the config that server and sites share.
         examples: The client's number of training examples.
+        data: Digest of these examples; "" if unknown.
     """
     parts = {"params": job.params, "personal": state.personal}
     parts |= {f"slot.{slot}": part for slot, part in job.slots.items()}
     parts |= {f"memory.{slot}": part for slot, part in state.memory.items()}
     fingerprints = {name: Fingerprints()(part) for name, part in sorted(parts.items())}
-    content = json.dumps([config, examples, fingerprints, sorted(job.signal.items())])
+    content = json.dumps([config, examples, data, fingerprints, sorted(job.signal.items())])
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        record = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise HistoryError(f"{path.name} in this site's folder is damaged; restore it from a copy") from error
-    if not isinstance(record, dict):
-        raise HistoryError(f"{path.name} in this site's folder is damaged; restore it from a copy")
-    return record

@@ -6,9 +6,11 @@ Flower starts a new process for each message, so nothing stays in memory between
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import safetensors
 import torch
@@ -23,17 +25,24 @@ from partita.core.plan import Plan
 from partita.core.rounds import ClientFailure
 from partita.core.settings import Run
 from partita.core.tensors import Tensors
+from partita.core.update import Update
 from partita.engines.availability import Availability
-from partita.engines.flower import answered_rounds, messages
+from partita.engines.flower import answered_rounds, messages, secure_site
+from partita.engines.flower.data_record import check_data
 from partita.engines.flower.fingerprints import Fingerprints
 from partita.engines.flower.message_checks import check_reply, check_request, valid_scores
 from partita.engines.flower.messages import ErrorReply, SiteRequest
+from partita.engines.flower.secure_messages import Stage
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import Evaluator
 from partita.storage import atomic_files
 from partita.storage.client_store import DiskStore
 
 COPY, SESSION, STATES, ANSWERED = "copy.safetensors", "session.json", "states", "answered.json"
+
+JobKind = Literal["train", "evaluate"]
+# Decides whether a site answers a valid job. It raises a ClientError if not, before the site changes any file.
+Consent = Callable[[JobKind, SiteRequest, Plan], None]
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,12 @@ class Site:
     evaluator: Evaluator
     config: str = ""  # digest of the config that server and sites share
     base: Callable[[], str] = str  # computes the digest of the frozen weights; default: there are none
+    data_digest: Callable[[], str] = str  # computes the digest of the training examples; default: unknown
     answered: Path | None = None  # record of the rounds for which noise was drawn; None: a file in `folder`
+    charge: Callable[[Job], None] | None = None  # charges a job to the site's privacy ledger; a ValueError refuses it
+    consent: Consent = lambda kind, request, plan: None  # default: every valid job is answered
+    peers: Sequence[str] = ()  # the names of all clients of the experiment
+    key: Path | None = None  # the private SSH key with which the site signs its keys of secure aggregation
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -63,57 +77,89 @@ class Site:
         return self.data
 
 
-def client_app(name: Callable[[Context], str], site: Callable[[Context], Site]) -> ClientApp:
+def client_app(
+    name: Callable[[Context], str],
+    site: Callable[[Context], Site],
+    failed: Callable[[Exception], None] = lambda error: None,
+) -> ClientApp:
     """Create a site's Flower app.
 
     Args:
         name: Returns the client's name.
         site: Builds the site. This is expensive, so it is called only for jobs, not to report the name.
+        failed: Called with the error if a message cannot be answered, before the error reply is made.
     """
     app = ClientApp()
 
     @app.query()
     def answer_query(message: Message, context: Context) -> Message:
-        return _reply(message, lambda: messages.encode_name(name(context)))
+        return _reply(message, lambda: messages.encode_name(name(context)), failed)
 
     @app.train()
     def answer_train(message: Message, context: Context) -> Message:
-        return _reply(message, lambda: train(site(context), message.content))
+        return _reply(message, lambda: train(site(context), message.content), failed)
 
     @app.evaluate()
     def answer_evaluate(message: Message, context: Context) -> Message:
-        return _reply(message, lambda: evaluate(site(context), message.content))
+        return _reply(message, lambda: evaluate(site(context), message.content), failed)
 
+    def answer_stage(stage: Stage, message: Message, context: Context) -> Message:
+        return _reply(message, lambda: aggregate_securely(stage, site(context), message.content), failed)
+
+    for stage in secure_site.STAGES:
+        app.train(stage)(partial(answer_stage, stage))
     return app
 
 
 def train(site: Site, content: RecordDict) -> RecordDict:
     """Answer a training job with an update, or with an error reply."""
-    request, plan, engine = _accept(site, content, done=0)
+    if site.run.secure_aggregation:
+        raise ClientError(site.client, "was asked for an update in clear, but its experiment has [secure_aggregation]")
+    answer = _train(site, content)
+    return messages.encode_error(answer) if isinstance(answer, ErrorReply) else messages.encode_update(answer)
+
+
+def aggregate_securely(stage: Stage, site: Site, content: RecordDict) -> RecordDict:
+    """Answer a stage of secure aggregation; in the stage `mask` the site trains."""
+    return secure_site.answer(
+        stage, site, content, lambda job: _accept(site, job, "train"), lambda job: _train(site, job)
+    )
+
+
+def _train(site: Site, content: RecordDict) -> Update | ErrorReply:
+    """Train for a job."""
+    request, plan, engine = _accept(site, content, "train")
     copy = _read_copy(site.folder / COPY)
     job = _job(site, request, plan, copy)
     if isinstance(job, ErrorReply):
-        return messages.encode_error(job)
-    if site.run.method.privacy and not _may_answer(site, engine, job):
-        return messages.encode_error(
-            ErrorReply(
-                f"round {job.round} was already answered for another model; answering again would reuse its noise, and "
-                "the two answers together would reveal what it hides"
-            )
+        return job
+    noise, masks = site.run.method.privacy, site.run.secure_aggregation
+    if (noise or masks) and not _may_answer(site, engine, job):
+        reuses = "answering again would reuse its noise, and " if noise else ""
+        return ErrorReply(
+            f"round {job.round} was already answered for another model; {reuses}the two answers together would reveal "
+            f"what {'it hides' if noise else 'one hides; start a run with another seed'}"
         )
+    if site.charge is not None:
+        try:
+            site.charge(job)
+        except ValueError:
+            logging.getLogger(__name__).exception("the privacy ledger does not allow round %d", job.round)
+            # What the site spent on other runs is not the server's business.
+            return ErrorReply(f"the privacy ledger of the site does not allow round {job.round}; see the site's log")
     if request.sent:
         # Save the copy before answering: the server assumes that a client holds everything it has answered to.
         atomic_files.write(site.folder / COPY, serialization.pack({"params": {**copy, **request.sent}}))
     [answer] = engine.train([job])
     if isinstance(answer, ClientFailure):
-        return messages.encode_error(ErrorReply(answer.reason))
+        return ErrorReply(answer.reason)
     check_reply(answer, plan, site.client)
-    return messages.encode_update(answer)
+    return answer
 
 
 def evaluate(site: Site, content: RecordDict) -> RecordDict:
     """Answer an evaluation job with scores, or with an error reply."""
-    request, plan, engine = _accept(site, content, done=1)
+    request, plan, engine = _accept(site, content, "evaluate")
     if site.run.method.privacy and site.run.method.adapt:
         return messages.encode_error(
             ErrorReply(f"{site.run.method.name} adapts to training examples before it is scored, without adding noise")
@@ -129,13 +175,16 @@ def evaluate(site: Site, content: RecordDict) -> RecordDict:
     return messages.encode_scores(valid_scores(scores, site.evaluator))
 
 
-def _accept(site: Site, content: RecordDict, done: int) -> tuple[SiteRequest, Plan, SimulationEngine]:
+def _accept(site: Site, content: RecordDict, kind: JobKind) -> tuple[SiteRequest, Plan, SimulationEngine]:
     """Return the request, its plan, and an engine for this one client. Check everything before changing any file."""
     request = messages.decode_job(content)
     # Hashing a large base takes seconds, so it is done for the first job of a session.
     recorded = answered_rounds.base_in_session(site.folder / SESSION, request.job_id.session)
     base = site.base() if recorded is None else recorded
+    done = int(kind == "evaluate")
     plan = check_request(site.run, site.model, site.client, site.config, base, request, done)
+    check_data(site.folder, site.client, site.data_digest())
+    site.consent(kind, request, plan)
     if answered_rounds.register_job(site.folder / SESSION, request.job_id, base):
         (site.folder / COPY).unlink(missing_ok=True)
     store = DiskStore(site.folder / STATES, site.device)
@@ -157,7 +206,7 @@ def _accept(site: Site, content: RecordDict, done: int) -> tuple[SiteRequest, Pl
 
 def _may_answer(site: Site, engine: SimulationEngine, job: Job) -> bool:
     state = engine.store.load(site.client, job.round)
-    request_fingerprint = answered_rounds.fingerprint(job, state, site.config, len(site.data.train))
+    request_fingerprint = answered_rounds.fingerprint(job, state, site.config, len(site.data.train), site.data_digest())
     return answered_rounds.claim(site.answered or site.folder / ANSWERED, job.round, request_fingerprint)
 
 
@@ -181,11 +230,12 @@ def _job(site: Site, request: SiteRequest, plan: Plan, copy: Tensors) -> Job | E
     return Job(round, site.client, tensors.to(params, site.device), stale, slots, request.signal)
 
 
-def _reply(message: Message, work: Callable[[], RecordDict]) -> Message:
+def _reply(message: Message, work: Callable[[], RecordDict], failed: Callable[[Exception], None]) -> Message:
     """Answer a message. If an error's text might quote data, only its type leaves the site."""
     try:
         content = work()
     except Exception as error:
+        failed(error)
         reason = error.reason if isinstance(error, ClientError) else str(error)
         origin = type(error).__module__
         if origin.startswith("partita.data.") or not origin.startswith("partita."):

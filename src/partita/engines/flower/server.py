@@ -16,7 +16,7 @@ from partita.core import tensors
 from partita.core.client import ClientError, ClientState, Job
 from partita.core.data import EvaluateOn
 from partita.core.model import Model
-from partita.core.rounds import ClientFailure
+from partita.core.rounds import ClientFailure, Reply
 from partita.core.settings import Run, RunError
 from partita.core.update import Update
 from partita.engines.flower import messages
@@ -25,10 +25,12 @@ from partita.engines.flower.mailbox import Mailbox
 from partita.engines.flower.message_checks import ExpectedReply, check_scores, expected_reply
 from partita.engines.flower.messages import MessageError, Part, printable_line
 from partita.engines.flower.node_registry import NodeRegistry
+from partita.engines.flower.secure_server import train_securely
 from partita.evaluation import ACCURACY, Evaluator
 from partita.storage.checkpoint import States
 
 _log = logging.getLogger(__name__)
+Attach = Callable[[Job, RecordDict], RecordDict]
 
 
 class RemoteClientStore:
@@ -104,6 +106,7 @@ class FlowerEngine:
         self.answered: dict[str, int] = {}  # client -> the last round whose answer arrived
         self.registry = NodeRegistry(self.mailbox, population)
         self.nodes: dict[str, int] = {}  # client -> node
+        self.connected: Sequence[str] = ()  # clients that were found the last time; another thread may read it
         self.enough = max(1, run.min_updates, run.cohort if isinstance(run.cohort, int) else 1)
         self.required = max(self.enough, wait_for)  # clients needed before the first round; later `enough`
 
@@ -115,6 +118,7 @@ class FlowerEngine:
         """
         end = time.monotonic() + self.deadline
         while len(nodes := self.registry.online()) < self.required:
+            self.connected = sorted(nodes)
             if time.monotonic() > end:
                 connected = ", ".join(sorted(nodes)) or "none"
                 raise RunError(
@@ -122,18 +126,21 @@ class FlowerEngine:
                     f"({connected}); start the SuperNodes of the others, or configure fewer clients"
                 )
             time.sleep(self.poll)
-        self.required, self.nodes = self.enough, nodes
+        self.required, self.nodes, self.connected = self.enough, nodes, sorted(nodes)
         return [client for client in self.population if client in nodes]
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
-        for expected, reply in self._exchange(MessageType.TRAIN, jobs):
+    def train(self, jobs: Iterable[Job]) -> Iterator[Reply]:
+        if self.run.secure_aggregation:
+            yield from train_securely(self, jobs)
+            return
+        for expected, reply in self.exchange(MessageType.TRAIN, jobs):
             yield self._update(expected, reply)
 
     def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
         """Score clients' models on their own examples. On other examples there are no scores: none are ever sent."""
         if on is not None and not isinstance(on, str):
             return
-        for expected, reply in self._exchange(MessageType.EVALUATE, jobs, on or "test"):
+        for expected, reply in self.exchange(MessageType.EVALUATE, jobs, on or "test"):
             scores, client = self._scores(expected, reply), expected.job_id.client
             if isinstance(scores, ClientFailure):
                 _log.warning("no scores of client '%s': %s", client, scores.reason)
@@ -142,35 +149,46 @@ class FlowerEngine:
 
     def _scores(self, expected: ExpectedReply, reply: Message | str) -> dict[str, float] | ClientFailure:
         try:
-            content = self._content_of(expected, reply)
+            content = self.content_of(expected, reply)
             if isinstance(content, ClientFailure):
                 return content
             scores = messages.decode_scores(content)
             check_scores(scores, self.evaluator)
         except MessageError as error:
-            return self._unusable(expected, error)
+            return self.unusable(expected, error)
         return scores
 
     def _update(self, expected: ExpectedReply, reply: Message | str) -> Update | ClientFailure:
         try:
-            content = self._content_of(expected, reply)
+            content = self.content_of(expected, reply)
             if isinstance(content, ClientFailure):
                 return content
             update = messages.decode_update(content, expected.job_id, expected.limit)
         except MessageError as error:
-            return self._unusable(expected, error)
+            return self.unusable(expected, error)
         # A site keeps its new state even if its update is refused later, as in the simulation.
         self.answered[update.client] = expected.job_id.round
         slots = {slot: tensors.to(part, self.device) for slot, part in update.slots.items()}
         return replace(update, delta=tensors.to(update.delta, self.device), slots=slots)
 
-    def _unusable(self, expected: ExpectedReply, error: MessageError) -> ClientFailure:
+    def unusable(self, expected: ExpectedReply, error: MessageError) -> ClientFailure:
+        """Return the failure of a client whose reply cannot be used.
+
+        Raises:
+            ClientError: If the run does not skip failed clients.
+        """
         client, reason = expected.job_id.client, printable_line(f"its answer cannot be used: {error}")
         if not self.run.skip_failed_clients:
             raise ClientError(client, reason) from error
         return ClientFailure(client, reason, refused=True)
 
-    def _content_of(self, expected: ExpectedReply, reply: Message | str) -> RecordDict | ClientFailure:
+    def content_of(self, expected: ExpectedReply, reply: Message | str) -> RecordDict | ClientFailure:
+        """Return the records of a reply, or why there are none.
+
+        Raises:
+            MessageError: If the reply cannot be read, or answers another job.
+            ClientError: If the site reports an error and the run does not skip failed clients.
+        """
         client = expected.job_id.client
         if isinstance(reply, str):
             return ClientFailure(client, reply)
@@ -186,21 +204,36 @@ class FlowerEngine:
             raise ClientError(client, refusal.reason)
         return ClientFailure(client, refusal.reason, refusal.empty)
 
-    def _exchange(
-        self, kind: str, jobs: Iterable[Job], part: Part = "test"
+    def exchange(
+        self,
+        kind: str,
+        jobs: Iterable[Job],
+        part: Part = "test",
+        attach: Attach = lambda job, content: content,
+        enough: int = 0,
     ) -> Iterator[tuple[ExpectedReply, Message | str]]:
+        """Send all jobs, and yield the reply to each in their order, or the reason why there is none.
+
+        Args:
+            kind: Flower's message type.
+            jobs: The jobs.
+            part: The client's examples that an evaluation is on.
+            attach: Adds records to the message of a job.
+            enough: The least number of results after which the other clients have `patience` seconds.
+        """
         started = time.monotonic()
         requests = [
-            (expected_reply(self.run, self.model, job, self.session), self._send(kind, job, part)) for job in jobs
+            (expected_reply(self.run, self.model, job, self.session), self._send(kind, job, part, attach))
+            for job in jobs
         ]
-        enough = max(self.run.min_updates, -(-len(requests) // 2))
+        enough = max(enough, self.run.min_updates, -(-len(requests) // 2))
         replies = self.mailbox.fetch([message for _, message in requests], started, enough)
         for (expected, _), reply in zip(requests, replies, strict=True):
             if isinstance(reply, str):
                 self.registry.forget(self.nodes[expected.job_id.client])
             yield expected, reply
 
-    def _send(self, kind: str, job: Job, part: Part) -> str | None:
+    def _send(self, kind: str, job: Job, part: Part, attach: Attach) -> str | None:
         void = self.answered.get(job.client, self.start - 1) + 1
         content = messages.encode_job(
             job,
@@ -212,7 +245,7 @@ class FlowerEngine:
             self.store.commits[0],
             part,
         )
-        return self.mailbox.send(content, self.nodes[job.client], kind, str(job.round))
+        return self.mailbox.send(attach(job, content), self.nodes[job.client], kind, str(job.round))
 
 
 def server_app(main: Callable[[Grid, Context], None]) -> ServerApp:

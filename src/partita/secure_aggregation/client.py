@@ -1,0 +1,237 @@
+"""The client's side of the protocol: four stages, each of which can happen once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from partita.secure_aggregation.encoding import (
+    ProtocolError,
+    TooFewClients,
+    read_message,
+    read_name,
+    records,
+    write_message,
+)
+from partita.secure_aggregation.groups import Groups, find_groups, pair_mask
+from partita.secure_aggregation.key_agreement import (
+    KEY_BYTES,
+    agree,
+    decrypt,
+    derive,
+    encrypt,
+    new_secret,
+    public_key,
+)
+from partita.secure_aggregation.masks import add_mask
+from partita.secure_aggregation.messages import (
+    Advertisement,
+    Sign,
+    UnmaskedShares,
+    UnmaskRequest,
+    Verify,
+    commit,
+    read_roster,
+    read_sealed,
+    write_roster,
+    write_sealed,
+    write_vector,
+)
+from partita.secure_aggregation.round_setup import RoundSetup
+from partita.secure_aggregation.secret_sharing import SHARE_BYTES, split
+
+START, ADVERTISED, SHARED, MASKED, DONE = range(5)  # what a client has done
+OWN_MASK = "own mask"
+_NEXT = ("advertise", "share_keys", "mask", "unmask")
+
+
+@dataclass
+class SecureClient:
+    """One client in one round.
+
+    Each method takes the server's message of the stage before and returns the client's message. A client enforces by
+    itself that
+
+    - its own keys are in the roster unchanged, all keys are distinct, and with `verify` all are signed;
+    - it masks its vector once, and only if enough of its group are there;
+    - it unmasks once, only if the vectors of enough of its group arrived, and for each peer it gives either the share
+      of the seed or that of the private mask key, never both.
+
+    Attributes:
+        setup: The public facts of the round.
+        name: The client's name.
+        stage: What the client has done. It never goes back.
+    """
+
+    setup: RoundSetup
+    name: str
+    stage: int = START
+    _cipher_secret: bytes = field(default_factory=new_secret, repr=False)
+    _mask_secret: bytes = field(default_factory=new_secret, repr=False)
+    _seed: bytes = field(default_factory=new_secret, repr=False)
+    _roster: bytes = field(default=b"", repr=False)
+    _signature: bytes = field(default=b"", repr=False)
+    _shares: dict[str, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)  # peer -> of its seed, of its key
+
+    def advertise(self, sign: Sign | None = None) -> bytes:
+        """Return the client's public keys.
+
+        Args:
+            sign: Signs bytes with the client's long-term key; None for no signature.
+        """
+        self._advance(START)
+        mine = self._advertisement()
+        self._signature = sign(mine.signed_part(self.setup.context)) if sign else b""
+        return self._advertisement().to_bytes()
+
+    def share_keys(self, roster: bytes, verify: Verify | None = None) -> bytes:
+        """Return sealed shares of the client's two secrets for each neighbor.
+
+        Args:
+            roster: The server's message with the public keys of all clients.
+            verify: Checks a signature of a client; None to accept keys without signatures.
+
+        Raises:
+            ProtocolError: If the roster is not acceptable.
+        """
+        self._expect(ADVERTISED)
+        found = read_roster(roster)
+        if found.get(self.name) != self._advertisement():
+            raise ProtocolError(f"the roster does not have the keys that {self.name} advertised")
+        for peer, its in found.items() if verify else ():
+            assert verify is not None
+            if not verify(peer, its.signed_part(self.setup.context), its.signature):
+                raise ProtocolError(f"the keys of {peer} in the roster are not signed by it")
+        groups = find_groups(self.setup, found, roster)
+        group = groups.group(self.name)
+        of_seed, of_key = (split(secret, len(group), groups.threshold) for secret in (self._seed, self._mask_secret))
+        sealed = {}
+        for peer, seed_share, key_share in zip(group, of_seed, of_key, strict=True):
+            if peer == self.name:
+                self._shares[peer] = seed_share, bytes(SHARE_BYTES)  # no one needs its own share of its own key
+            else:
+                key = self._cipher_key(groups, peer, sender=self.name)
+                sealed[peer] = encrypt(key, seed_share + key_share, self.setup.context)
+        self._roster = roster
+        self._advance(ADVERTISED)
+        return write_sealed(sealed)
+
+    def mask(self, inbox: bytes, vector: Tensor) -> bytes:
+        """Return the masked vector.
+
+        Args:
+            inbox: The server's message with the sealed shares of the neighbors.
+            vector: The vector of `FixedPoint.encode`; not changed.
+
+        Raises:
+            TooFewClients: If too few clients of the group are there.
+            ProtocolError: If a share cannot be decrypted, or the vector has another length or type.
+        """
+        self._expect(SHARED)
+        if vector.dtype != self.setup.dtype or tuple(vector.shape) != (self.setup.layout.length,):
+            raise ProtocolError(
+                f"the vector is {vector.dtype} of shape {tuple(vector.shape)}; it must be {self.setup.dtype} of shape "
+                f"({self.setup.layout.length},)"
+            )
+        groups, sealed = self._groups(), read_sealed(inbox)
+        if strange := sealed.keys() - set(groups.neighbors[self.name]):
+            raise ProtocolError(f"the inbox has shares of {min(strange)}, which is not a neighbor of {self.name}")
+        shares = {}
+        for peer, text in sealed.items():
+            opened = decrypt(self._cipher_key(groups, peer, sender=peer), text, self.setup.context)
+            if len(opened) != 2 * SHARE_BYTES:
+                raise ProtocolError(f"the shares of {peer} have {len(opened)} bytes, not {2 * SHARE_BYTES}")
+            shares[peer] = opened[:SHARE_BYTES], opened[SHARE_BYTES:]
+        self._need_enough(groups, len(shares) + 1, "shared their keys")
+        masked = vector.clone(memory_format=torch.contiguous_format)
+        add_mask(masked, derive(self._seed, self.setup.context, OWN_MASK), 1)
+        for peer in shares:
+            key = pair_mask(self.setup, self._mask_secret, groups.roster[peer].mask_key)
+            add_mask(masked, key, 1 if self.name < peer else -1)
+        self._shares |= shares
+        self._advance(SHARED)
+        return write_vector(masked)
+
+    def unmask(self, request: bytes) -> bytes:
+        """Return shares of the secrets that the server needs for the sum. The client forgets its secrets.
+
+        Args:
+            request: The server's message that names the clients of the group that stayed and those that dropped out.
+
+        Raises:
+            TooFewClients: If the vectors of too few clients of the group arrived.
+            ProtocolError: If the request asks for anything else than one secret of each peer.
+        """
+        self._expect(MASKED)
+        wanted = UnmaskRequest.from_bytes(request)  # refuses both secrets of one client
+        if strange := (set(wanted.survivors) | set(wanted.dropped)) - self._shares.keys():
+            raise ProtocolError(f"the server asks {self.name} for a secret of {min(strange)}, whose shares it lacks")
+        if self.name not in wanted.survivors:
+            raise ProtocolError(
+                f"the server says that {self.name} dropped out, but it sent its vector; it does not unmask"
+            )
+        self._need_enough(self._groups(), len(wanted.survivors), "sent their vector")
+        answer = UnmaskedShares(
+            {peer: self._shares[peer][0] for peer in wanted.survivors},
+            {peer: self._shares[peer][1] for peer in wanted.dropped},
+        )
+        self._advance(MASKED)
+        self._cipher_secret = self._mask_secret = self._seed = bytes(KEY_BYTES)
+        self._shares.clear()
+        return answer.to_bytes()
+
+    def to_bytes(self) -> bytes:
+        """Return the state, for a process that continues the round. It holds the client's secrets."""
+        secrets = [self._cipher_secret, self._mask_secret, self._seed]
+        shares = [field for peer, pair in self._shares.items() for field in (peer.encode(), *pair)]
+        head = [self.setup.context, self.name.encode(), bytes([self.stage]), *secrets, self._roster, self._signature]
+        return write_message("T", [*head, *shares])
+
+    @staticmethod
+    def from_bytes(setup: RoundSetup, data: bytes) -> SecureClient:
+        """Restore a client from `to_bytes`.
+
+        Raises:
+            ProtocolError: If the bytes are not the state of a client in this round.
+        """
+        fields = read_message("T", data)
+        if len(fields) < 8 or len(fields[2]) != 1 or fields[2][0] > DONE or fields[0] != setup.context:
+            raise ProtocolError("the stored state of secure aggregation is not of this round and these settings")
+        _, name, stage, cipher_secret, mask_secret, seed, roster, signature = fields[:8]
+        shares = {
+            read_name(peer): (of_seed, of_key)
+            for peer, of_seed, of_key in records("T", fields[8:], (None, SHARE_BYTES, SHARE_BYTES))
+        }
+        secrets = cipher_secret, mask_secret, seed
+        return SecureClient(setup, read_name(name), stage[0], *secrets, roster, signature, shares)
+
+    def _advertisement(self) -> Advertisement:
+        keys = public_key(self._cipher_secret), public_key(self._mask_secret)
+        return Advertisement(self.name, *keys, commit(self._seed, self.setup.context), self._signature)
+
+    def _groups(self) -> Groups:
+        roster = read_roster(self._roster)
+        return find_groups(self.setup, roster, write_roster(roster))
+
+    def _cipher_key(self, groups: Groups, peer: str, sender: str) -> bytes:
+        receiver = peer if sender == self.name else self.name
+        purpose = f"shares from {sender!r} to {receiver!r}"
+        return agree(self._cipher_secret, groups.roster[peer].cipher_key, self.setup.context, purpose)
+
+    def _need_enough(self, groups: Groups, count: int, what: str) -> None:
+        if count < groups.threshold:
+            raise TooFewClients(
+                f"{count} clients of the group of {self.name} {what}, and the threshold is {groups.threshold} of "
+                f"{len(groups.group(self.name))}; {self.name} does not go on"
+            )
+
+    def _expect(self, stage: int) -> None:
+        if self.stage != stage:
+            expected = f"'{_NEXT[self.stage]}' is next" if self.stage < DONE else "its round is over"
+            raise ProtocolError(f"{self.name} was asked to '{_NEXT[stage]}', but {expected}; each stage happens once")
+
+    def _advance(self, stage: int) -> None:
+        self._expect(stage)
+        self.stage = stage + 1

@@ -1,0 +1,203 @@
+"""The messages of the four stages, as bytes.
+
+| stage | client to server | server to client |
+|---|---|---|
+| advertise | `Advertisement` | `Roster`: all advertisements |
+| share keys | sealed shares by receiver | sealed shares by sender |
+| masked input | the masked vector | `UnmaskRequest` |
+| unmask | `UnmaskedShares` | |
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from partita.core import serialization
+from partita.secure_aggregation.encoding import ProtocolError, read_message, read_name, records, write_message
+from partita.secure_aggregation.key_agreement import KEY_BYTES
+from partita.secure_aggregation.secret_sharing import SHARE_BYTES
+
+T = TypeVar("T")
+Sign = Callable[[bytes], bytes]  # message -> signature
+Verify = Callable[[str, bytes, bytes], bool]  # client, message, signature -> whether it is the client's
+VECTOR = "masked"
+SEED, KEY = b"s", b"k"  # kinds of shares: of the seed of a client's own mask, and of its private mask key
+
+
+def commit(seed: bytes, context: bytes) -> bytes:
+    """Return a commitment to the seed of a client's own mask, against which the recovered seed is checked."""
+    return hashlib.sha256(write_message("K", [context, seed])).digest()
+
+
+@dataclass(frozen=True)
+class Advertisement:
+    """A client's public values.
+
+    Attributes:
+        client: The client's name.
+        cipher_key: The public key with which others encrypt shares for this client.
+        mask_key: The public key from which masks are agreed on.
+        commitment: The commitment to the seed of its own mask.
+        signature: The client's signature of all that; empty without signatures.
+    """
+
+    client: str
+    cipher_key: bytes
+    mask_key: bytes
+    commitment: bytes
+    signature: bytes = b""
+
+    def signed_part(self, context: bytes) -> bytes:
+        """Return the bytes that the signature covers. They include the round."""
+        return write_message("S", [context, *self.fields()[:-1]])
+
+    def fields(self) -> list[bytes]:
+        """Return the fields of the encoded message."""
+        return [self.client.encode(), self.cipher_key, self.mask_key, self.commitment, self.signature]
+
+    def to_bytes(self) -> bytes:
+        """Encode the message."""
+        return write_message("A", self.fields())
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Advertisement:
+        """Decode the message."""
+        found = _advertisements("A", data)
+        if len(found) != 1:
+            raise ProtocolError(f"a message advertises the keys of {len(found)} clients, not of one")
+        return found[0]
+
+
+def write_roster(advertisements: Mapping[str, Advertisement]) -> bytes:
+    """Encode all advertisements of a round, sorted by name."""
+    return write_message("R", [field for name in sorted(advertisements) for field in advertisements[name].fields()])
+
+
+def read_roster(data: bytes) -> dict[str, Advertisement]:
+    """Decode all advertisements of a round.
+
+    Raises:
+        ProtocolError: If names are not sorted and distinct, or if two public keys are equal.
+    """
+    found = _advertisements("R", data)
+    names = [each.client for each in found]
+    if names != sorted(set(names)):
+        raise ProtocolError("the clients of a roster are not sorted, or one is listed twice")
+    keys = [key for each in found for key in (each.cipher_key, each.mask_key)]
+    if len(set(keys)) != len(keys):
+        raise ProtocolError("two public keys of a roster are equal; each must be drawn at random by its client")
+    return dict(zip(names, found, strict=True))
+
+
+def _advertisements(kind: str, data: bytes) -> list[Advertisement]:
+    sizes = (None, KEY_BYTES, KEY_BYTES, KEY_BYTES, None)
+    return [Advertisement(read_name(name), *rest) for name, *rest in records(kind, read_message(kind, data), sizes)]
+
+
+def write_sealed(sealed: Mapping[str, bytes]) -> bytes:
+    """Encode sealed shares by client: the receiver on the way up, the sender on the way down."""
+    return write_message("E", [field for name in sorted(sealed) for field in (name.encode(), sealed[name])])
+
+
+def read_sealed(data: bytes) -> dict[str, bytes]:
+    """Decode sealed shares by client.
+
+    Raises:
+        ProtocolError: If a client is listed twice.
+    """
+    pairs = list(records("E", read_message("E", data), (None, None)))
+    return _distinct([(read_name(name), sealed) for name, sealed in pairs])
+
+
+def write_vector(vector: Tensor) -> bytes:
+    """Encode a masked vector."""
+    return serialization.save({VECTOR: vector})
+
+
+def read_vector(data: bytes, length: int, dtype: torch.dtype) -> Tensor:
+    """Decode a masked vector.
+
+    Raises:
+        ProtocolError: If it is not one vector of this length and type.
+    """
+    try:
+        found = serialization.load(data)
+    except Exception as error:  # safetensors has its own error type, and the bytes can be anything
+        raise ProtocolError(f"a masked vector cannot be read: {str(error)[:200]}") from error
+    vector = found.get(VECTOR)
+    if vector is None or len(found) != 1 or vector.dtype != dtype or tuple(vector.shape) != (length,):
+        shown = {name[:50]: (value.dtype, tuple(value.shape)) for name, value in list(found.items())[:3]}
+        raise ProtocolError(f"a masked vector is {shown}; it must be '{VECTOR}', {dtype}, of shape ({length},)")
+    return vector
+
+
+@dataclass(frozen=True)
+class UnmaskRequest:
+    """Which secrets the server needs shares of.
+
+    Attributes:
+        survivors: Clients whose masked vector arrived: shares of the seed of their own mask.
+        dropped: Clients whose vector did not arrive: shares of their private mask key.
+    """
+
+    survivors: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+    def to_bytes(self) -> bytes:
+        """Encode the message."""
+        fields = [(SEED, name) for name in self.survivors] + [(KEY, name) for name in self.dropped]
+        return write_message("Q", [field for kind, name in fields for field in (kind, name.encode())])
+
+    @staticmethod
+    def from_bytes(data: bytes) -> UnmaskRequest:
+        """Decode the message.
+
+        Raises:
+            ProtocolError: If a client is listed twice: that would ask for both of its secrets.
+        """
+        pairs = list(records("Q", read_message("Q", data), (1, None)))
+        kinds = _distinct([(read_name(name), kind) for kind, name in pairs])
+        if wrong := set(kinds.values()) - {SEED, KEY}:
+            raise ProtocolError(f"a request asks for shares of the unknown kind {min(wrong)!r}")
+        survivors, dropped = (tuple(name for name, of in kinds.items() if of == kind) for kind in (SEED, KEY))
+        return UnmaskRequest(survivors, dropped)
+
+
+@dataclass(frozen=True)
+class UnmaskedShares:
+    """A client's shares of the secrets that the server asked for.
+
+    Attributes:
+        seeds: By survivor, the share of its seed.
+        keys: By dropped client, the share of its private mask key.
+    """
+
+    seeds: Mapping[str, bytes]
+    keys: Mapping[str, bytes]
+
+    def to_bytes(self) -> bytes:
+        """Encode the message."""
+        rows = [(SEED, name, share) for name, share in self.seeds.items()]
+        rows += [(KEY, name, share) for name, share in self.keys.items()]
+        return write_message("U", [field for kind, name, share in rows for field in (kind, name.encode(), share)])
+
+    @staticmethod
+    def from_bytes(data: bytes) -> UnmaskedShares:
+        """Decode the message."""
+        rows = list(records("U", read_message("U", data), (1, None, SHARE_BYTES)))
+        shares = _distinct([(read_name(name), (kind, share)) for kind, name, share in rows])
+        seeds, keys = ({name: share for name, (of, share) in shares.items() if of == kind} for kind in (SEED, KEY))
+        return UnmaskedShares(seeds, keys)
+
+
+def _distinct(pairs: list[tuple[str, T]]) -> dict[str, T]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ProtocolError("a message lists a client twice")
+    return found

@@ -1,0 +1,237 @@
+"""Attacks on single updates, by a server that reads all messages and by one that breaks the protocol."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from secure_fixtures import (
+    SORTED,
+    mask_stage,
+    names,
+    random_update,
+    run_protocol,
+    setup_for,
+    share_stage,
+    write_ssh_keys,
+)
+from torch import Tensor
+
+from partita.core.secure_settings import SecureAggregation
+from partita.secure_aggregation.client import SecureClient
+from partita.secure_aggregation.encoding import ProtocolError, TooFewClients, write_message
+from partita.secure_aggregation.fixed_point import FixedPoint, Layout
+from partita.secure_aggregation.groups import pair_mask
+from partita.secure_aggregation.key_agreement import new_secret, public_key
+from partita.secure_aggregation.masks import add_mask
+from partita.secure_aggregation.messages import (
+    KEY,
+    SEED,
+    UnmaskRequest,
+    read_roster,
+    read_sealed,
+    read_vector,
+    write_roster,
+    write_sealed,
+)
+from partita.secure_aggregation.neighbors import threshold_of
+from partita.secure_aggregation.round_setup import RoundSetup
+from partita.secure_aggregation.server import SecureServer
+from partita.secure_aggregation.signatures import ssh_signer, ssh_verifier
+
+
+def small_setup(count: int, length: int, settings: SecureAggregation | None = None) -> RoundSetup:
+    settings = settings or SecureAggregation()
+    layout = Layout((("delta", "a", (length,)),), False)
+    return RoundSetup(settings, b"attack", layout, FixedPoint(settings.bits, count, 1.0, 100.0))
+
+
+def uniformity(vector: Tensor) -> float:
+    """The p-value of the hypothesis that the bytes of a vector are uniform."""
+    counts = np.bincount(np.frombuffer(vector.numpy().tobytes(), np.uint8), minlength=256)
+    return float(chisquare(counts).pvalue)
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_masked_vectors_look_uniform_in_either_of_two_worlds_with_the_same_sum(bits: int) -> None:
+    """Worlds that differ in who holds which update: all the server sees are uniform vectors with the same sum."""
+    setup = small_setup(3, 20_000, SecureAggregation(bits=bits))  # type: ignore[arg-type]
+    zeros, ones = (torch.full((setup.layout.length,), value, dtype=setup.dtype) for value in (0, 1))
+    for world in ((zeros, ones, ones), (ones, ones, zeros)):
+        server, clients, seen = mask_stage(setup, dict(zip(names(3), world, strict=True)))
+        masked = {name: read_vector(data, setup.layout.length, setup.dtype) for name, data in seen.items()}
+        assert all(uniformity(vector) > 1e-6 for vector in masked.values())
+        # Any two of the three vectors, added or subtracted, are uniform too: only the sum of all is not.
+        assert uniformity(masked["c000"] + masked["c001"]) > 1e-6
+        assert uniformity(masked["c000"] - masked["c002"]) > 1e-6
+        assert uniformity(world[0]) < 1e-6  # the test can tell: in clear, it would have
+        for name in names(3):
+            server.add_unmasked(name, clients[name].unmask(server.request(name)))
+        assert torch.equal(server.sum(), sum(world, torch.zeros_like(zeros)))
+
+
+def test_own_mask_hides_a_vector_that_arrives_after_its_client_was_declared_dropped() -> None:
+    """The attack for which each client has a mask of its own: recover its shared masks, then use its late vector."""
+    setup = small_setup(4, 20_000)
+    vectors = {name: torch.ones(setup.layout.length, dtype=setup.dtype) for name in names(4)}
+    server, clients = share_stage(setup, vectors)
+    late = clients["c003"].mask(server.inbox("c003"), vectors["c003"])
+    for name in names(3):
+        server.add_masked(name, clients[name].mask(server.inbox(name), vectors[name]))
+    for name in names(3):
+        server.add_unmasked(name, clients[name].unmask(server.request(name)))
+    total = server.sum()  # recovers the private mask key of c003
+    assert torch.equal(total, torch.full_like(total, 3))
+    with pytest.raises(ProtocolError, match="after its end"):
+        server.add_masked("c003", late)
+    secret = server._recover("c003", {name: each.keys for name, each in server._unmasked.items()})
+    vector = read_vector(late, setup.layout.length, setup.dtype).clone()
+    for peer in names(3):
+        add_mask(vector, pair_mask(setup, secret, server.groups.roster[peer].mask_key), 1)
+    assert uniformity(vector) > 1e-6
+
+
+def test_client_never_gives_both_kinds_of_shares_of_one_peer() -> None:
+    setup = small_setup(4, 10)
+    vectors = {name: torch.ones(setup.layout.length, dtype=setup.dtype) for name in names(4)}
+    _, clients, _ = mask_stage(setup, vectors)
+    both = write_message("Q", [SEED, b"c000", SEED, b"c001", SEED, b"c002", KEY, b"c001"])
+    with pytest.raises(ProtocolError, match="twice"):
+        clients["c000"].unmask(both)
+    first = UnmaskRequest(("c000", "c001", "c002"), ("c003",))
+    clients["c000"].unmask(first.to_bytes())
+    second = UnmaskRequest(("c000", "c001", "c003"), ("c002",))
+    with pytest.raises(ProtocolError, match="its round is over"):
+        clients["c000"].unmask(second.to_bytes())
+    # Nor can two parts of the group be told different things: a threshold is more than half of a group.
+    for group in range(2, 60):
+        assert 2 * threshold_of(SecureAggregation(threshold=0.01, min_clients=2), group) > group
+
+
+@pytest.mark.parametrize(
+    ("request_message", "message"),
+    [
+        (UnmaskRequest(("c000", "c001"), ()), "2 clients of the group of c000 sent their vector, and the threshold is"),
+        (UnmaskRequest(("c000",), ("c001", "c002", "c003")), "threshold is"),
+        (UnmaskRequest(("c001", "c002", "c003"), ("c000",)), "says that c000 dropped out"),
+        (UnmaskRequest(("c001", "c002", "c003"), ()), "says that c000 dropped out"),
+        (UnmaskRequest(("c000", "c001", "c002"), ("spy",)), "a secret of spy"),
+    ],
+)
+def test_client_refuses_to_unmask(request_message: UnmaskRequest, message: str) -> None:
+    setup = small_setup(4, 10)
+    _, clients, _ = mask_stage(setup, {name: torch.ones(12, dtype=setup.dtype) for name in names(4)})
+    with pytest.raises(ProtocolError, match=message):
+        clients["c000"].unmask(request_message.to_bytes())
+
+
+def test_client_masks_once_and_only_among_enough_peers() -> None:
+    setup = small_setup(4, 10)
+    vector = torch.ones(12, dtype=setup.dtype)
+    server, clients = share_stage(setup, names(4))
+    alone = write_sealed({})
+    with pytest.raises(TooFewClients, match="1 clients of the group of c000 shared their keys"):
+        clients["c000"].mask(alone, vector)
+    clients["c000"].mask(server.inbox("c000"), vector)
+    with pytest.raises(ProtocolError, match="each stage happens once"):
+        clients["c000"].mask(server.inbox("c000"), vector)
+    with pytest.raises(ProtocolError, match="each stage happens once"):
+        clients["c001"].share_keys(server.roster())
+    with pytest.raises(ProtocolError, match="each stage happens once"):
+        clients["c001"].advertise()
+
+
+def test_sealed_shares_cannot_be_read_moved_or_replayed() -> None:
+    setup = small_setup(4, 10)
+    vector = torch.ones(12, dtype=setup.dtype)
+    server, clients = share_stage(setup, names(4))
+    inbox = read_sealed(server.inbox("c000"))
+    swapped = {**inbox, "c001": inbox["c002"], "c002": inbox["c001"]}
+    other_round, _ = share_stage(small_setup(4, 10), names(4))
+    for bad in (swapped, read_sealed(server.inbox("c003")) | {"c003": inbox["c003"]}, {**inbox, "c001": bytes(94)}):
+        bad.pop("c000", None)
+        with pytest.raises(ProtocolError, match="cannot be decrypted"):
+            clients["c000"].mask(write_sealed(bad), vector)
+    with pytest.raises(ProtocolError, match="cannot be decrypted"):
+        clients["c000"].mask(other_round.inbox("c000"), vector)
+    with pytest.raises(ProtocolError, match="not a neighbor"):
+        clients["c000"].mask(write_sealed({**inbox, "spy": inbox["c001"]}), vector)
+
+
+def test_clients_with_other_settings_or_rounds_cannot_take_part() -> None:
+    one, other = setup_for(3), setup_for(3, round_id=b"run/1")
+    server = SecureServer(one)
+    clients = {name: SecureClient(other if name == "c002" else one, name) for name in names(3)}
+    for name, client in clients.items():
+        server.add_advertisement(name, client.advertise())
+    for name, client in clients.items():
+        server.add_shares(name, client.share_keys(server.roster()))
+    vector = one.fixed_point.encode(random_update("c000", 1), SORTED)
+    with pytest.raises(ProtocolError, match="another round or other settings"):
+        clients["c000"].mask(server.inbox("c000"), vector)
+
+
+def test_roster_must_hold_own_keys_and_distinct_ones() -> None:
+    setup = setup_for(3)
+    server, clients = SecureServer(setup), {name: SecureClient(setup, name) for name in names(3)}
+    for name, client in clients.items():
+        server.add_advertisement(name, client.advertise())
+    roster = read_roster(server.roster())
+    foreign = replace(roster["c000"], mask_key=public_key(new_secret()))
+    copied = replace(roster["c001"], mask_key=roster["c002"].mask_key)
+    with pytest.raises(ProtocolError, match="does not have the keys that c000 advertised"):
+        clients["c000"].share_keys(write_roster({**roster, "c000": foreign}))
+    with pytest.raises(ProtocolError, match="two public keys of a roster are equal"):
+        clients["c000"].share_keys(write_roster({**roster, "c001": copied}))
+    zero = replace(roster["c001"], cipher_key=bytes(32))  # a point of low order
+    with pytest.raises(ProtocolError, match="not a valid X25519 key"):
+        clients["c000"].share_keys(write_roster({**roster, "c001": zero}))
+    spies = {name: replace(foreign, client=name, cipher_key=public_key(new_secret())) for name in ("spy",)}
+    with pytest.raises(ProtocolError, match="room for 3"):
+        clients["c000"].share_keys(write_roster({**roster, **spies}))
+
+
+@pytest.mark.parametrize("kind", ["ed25519", "p384"])
+def test_signed_keys_stop_a_server_that_lies_about_keys(kind: str, tmp_path: Path) -> None:
+    setup = setup_for(3)
+    verify = ssh_verifier(write_ssh_keys(tmp_path, names(3), kind))
+    server, clients = SecureServer(setup), {name: SecureClient(setup, name) for name in names(3)}
+    for name, client in clients.items():
+        server.add_advertisement(name, client.advertise(ssh_signer(tmp_path / name)))
+    roster = read_roster(server.roster())
+    lie = replace(roster["c001"], cipher_key=public_key(new_secret()))
+    for bad in (lie, replace(lie, signature=b""), replace(lie, signature=roster["c002"].signature)):
+        with pytest.raises(ProtocolError, match="keys of c001 in the roster are not signed by it"):
+            clients["c000"].share_keys(write_roster({**roster, "c001": bad}), verify)
+    stranger = replace(lie, client="spy", mask_key=public_key(new_secret()))
+    without = {name: each for name, each in roster.items() if name != "c002"}
+    with pytest.raises(ProtocolError, match="keys of spy"):
+        clients["c000"].share_keys(write_roster({**without, "spy": stranger}), verify)
+    for name, client in clients.items():
+        server.add_shares(name, client.share_keys(server.roster(), verify))
+
+
+def test_unusable_long_term_keys_are_named(tmp_path: Path) -> None:
+    public = write_ssh_keys(tmp_path, ["a", "b"], "ed25519")
+    other = write_ssh_keys(tmp_path, ["small"], "p256")
+    for wrong in ("", "ssh-ed25519 AAAA", "hello", *other.values()):
+        with pytest.raises(ProtocolError, match="signers: the key of b is not an SSH key"):
+            ssh_verifier({**public, "b": wrong})
+    with pytest.raises(ProtocolError, match="a and b have the same key"):
+        ssh_verifier(dict.fromkeys(public, public["a"]))
+    (tmp_path / "text").write_text("hello")
+    for name, text in (("text", "cannot be read"), ("missing", "cannot be read"), ("small", "is not an SSH key")):
+        with pytest.raises(ProtocolError, match=text):
+            ssh_signer(tmp_path / name)
+
+
+def test_same_vector_has_another_mask_in_every_round() -> None:
+    setup = setup_for(3)
+    vectors = {name: torch.zeros(setup.layout.length, dtype=setup.dtype) for name in names(3)}
+    rounds = [mask_stage(setup, vectors)[2]["c000"] for _ in range(2)]
+    assert rounds[0] != rounds[1]
+    assert torch.equal(run_protocol(setup, vectors).sum(), vectors["c000"])

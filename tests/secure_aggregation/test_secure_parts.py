@@ -1,0 +1,219 @@
+"""The parts of the protocol: fixed point, secret sharing, graph, keys and masks."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations
+
+import pytest
+import torch
+from secure_fixtures import SORTED, names, random_update
+
+from partita.core.secure_settings import SecureAggregation
+from partita.secure_aggregation import key_agreement
+from partita.secure_aggregation.encoding import ProtocolError, TooFewClients
+from partita.secure_aggregation.fixed_point import FixedPoint, Layout, OutOfRange, cast_like
+from partita.secure_aggregation.masks import add_mask
+from partita.secure_aggregation.neighbors import (
+    SECURITY_BITS,
+    check_size,
+    count_neighbors,
+    neighborhoods,
+    threshold_of,
+)
+from partita.secure_aggregation.secret_sharing import PRIME, recover, split
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("clients", [1, 3, 7, 1000])
+@pytest.mark.parametrize("max_weight", [1.0, 60.0])
+@pytest.mark.parametrize("max_value", [0.01, 3.0, 100.0])
+def test_largest_values_of_all_clients_do_not_overflow(
+    bits: int, clients: int, max_weight: float, max_value: float
+) -> None:
+    fixed = FixedPoint(bits, clients, max_weight, max_value)  # type: ignore[arg-type]
+    layout = Layout((("delta", "a", (2,)),), True)
+    update = replace(
+        random_update("c", 0, max_weight),
+        delta={"a": torch.tensor([max_value, -max_value], dtype=torch.float64)},
+        slots={},
+        loss=max_value,
+    )
+    one = fixed.encode(update, layout)
+    assert update.delta["a"].tolist() == [max_value, -max_value]  # not changed in place
+    total = torch.stack([one] * clients).sum(0, dtype=fixed.dtype)
+    mean = fixed.decode(total, layout, clients)
+    assert mean.weight == pytest.approx(clients * max_weight)
+    assert torch.allclose(mean.aggregate.delta["a"], update.delta["a"], atol=mean.resolution, rtol=1e-15)
+    # The exponent is the largest one: with the next, the sum of so many clients could overflow.
+    largest, half = Fraction(max_weight) * Fraction(max(1.0, max_value)), Fraction(1, 2)
+    assert clients * (largest * Fraction(fixed.scale) + half) <= 2 ** (bits - 1) - 1
+    assert clients * (largest * 2 * Fraction(fixed.scale) + half) > 2 ** (bits - 1) - 1
+
+
+def test_values_out_of_range_name_the_parameter_its_value_and_the_key() -> None:
+    fixed = FixedPoint(64, 3, 50.0, 2.0)
+    update = random_update("c", 0)
+    update = replace(update, delta={name: value.clamp(-1, 1) for name, value in update.delta.items()}, loss=1.0)
+    update = replace(update, slots={"control": {"b": update.slots["control"]["b"].clamp(-1, 1)}})
+    fixed.encode(update, SORTED)
+    spoiled = {**update.delta, "a": update.delta["a"].clone().fill_(2.5)}
+    with pytest.raises(OutOfRange, match=r"'a' of its delta has the value 2\.5.*secure_aggregation\.max_value"):
+        fixed.encode(replace(update, delta=spoiled), SORTED)
+    for bad in (float("nan"), float("inf")):
+        spoiled = {**update.delta, "a": update.delta["a"].clone().fill_(bad)}
+        with pytest.raises(OutOfRange, match=r"'a' of its delta has the value (nan|inf)"):
+            fixed.encode(replace(update, delta=spoiled), SORTED)
+    with pytest.raises(OutOfRange, match="its loss has the value 9"):
+        fixed.encode(replace(update, loss=9.0), SORTED)
+    for weight in (51.0, -1.0, float("nan")):
+        with pytest.raises(OutOfRange, match="its weight is"):
+            fixed.encode(replace(update, weight=weight), SORTED)
+    with pytest.raises(ProtocolError, match="other names or shapes"):
+        fixed.encode(replace(update, slots={}), SORTED)
+    with pytest.raises(ProtocolError, match="reports no loss"):
+        fixed.encode(replace(update, loss=None), SORTED)
+
+
+def test_formats_without_room_are_refused_with_the_remedy() -> None:
+    with pytest.raises(ProtocolError, match=r"50 clients with up to 1e\+07 examples.*bits = 64"):
+        FixedPoint(32, 50, 10_000_000, 100.0)
+    with pytest.raises(ProtocolError, match=r"lower secure_aggregation\.max_value"):
+        FixedPoint(64, 10**9, 10_000_000, 10_000.0)
+
+
+def test_impossible_sum_of_weights_is_an_error() -> None:
+    fixed = FixedPoint(64, 3, 50.0, 2.0)
+    for weight in (0, -5, 2**62):
+        vector = torch.zeros(SORTED.length, dtype=torch.int64)
+        vector[0] = weight
+        with pytest.raises(ProtocolError, match="impossible"):
+            fixed.decode(vector, SORTED, 3)
+
+
+def test_mean_is_cast_to_the_types_of_a_mean_in_clear() -> None:
+    fixed = FixedPoint(64, 1, 50.0, 100.0)
+    mean = fixed.decode(fixed.encode(random_update("c", 1), SORTED), SORTED, 1).aggregate
+    like = {"a": torch.zeros(3, 2, dtype=torch.bfloat16), "b": torch.zeros(4, dtype=torch.float64)}
+    cast = cast_like(mean, like)
+    assert cast.delta["a"].dtype == torch.float32
+    assert cast.slots["control"]["b"].dtype == torch.float64
+
+
+def test_field_is_prime() -> None:
+    assert all(PRIME % small for small in range(2, 1000))
+    for base in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37):  # Miller-Rabin
+        odd, twos = PRIME - 1, 0
+        while odd % 2 == 0:
+            odd, twos = odd // 2, twos + 1
+        value = pow(base, odd, PRIME)
+        assert value in (1, PRIME - 1) or any(pow(base, odd << step, PRIME) == PRIME - 1 for step in range(twos))
+
+
+@pytest.mark.parametrize("secret", [bytes(32), b"\xff" * 32, bytes(range(32))])
+def test_any_threshold_shares_give_the_secret(secret: bytes) -> None:
+    shares = dict(enumerate(split(secret, 5, 3), 1))
+    for chosen in combinations(shares, 3):
+        assert recover({place: shares[place] for place in chosen}, 3) == secret
+    with pytest.raises(ProtocolError, match="2 shares of a secret arrived, and 3 are needed"):
+        recover({1: shares[1], 2: shares[2]}, 3)
+
+
+def test_fewer_shares_fit_every_secret() -> None:
+    """Perfect secrecy: for any two shares and any secret, there is a polynomial through all three points."""
+    first, second = split(bytes(range(32)), 5, 3)[:2]
+    for other in (bytes(32), b"\x01" * 32):
+        # The value at 3 that, together with the two shares, gives the other secret.
+        values = [int.from_bytes(share, "big") for share in (first, second)]
+        third = (int.from_bytes(other, "big") - 3 * values[0] + 3 * values[1]) % PRIME
+        assert recover({1: first, 2: second, 3: third.to_bytes(33, "big")}, 3) == other
+
+
+@pytest.mark.parametrize(("count", "neighbors"), [(7, 4), (20, 6), (21, 8), (5, 4), (3, 2), (2, 1)])
+def test_graph_is_regular_symmetric_and_random(count: int, neighbors: int) -> None:
+    graph = neighborhoods(names(count), neighbors, b"seed")
+    assert graph == neighborhoods(names(count)[::-1], neighbors, b"seed")
+    for name, others in graph.items():
+        assert len(set(others)) == len(others) == neighbors
+        assert name not in others
+        assert all(name in graph[other] for other in others)
+    if neighbors < count - 1:
+        assert graph != neighborhoods(names(count), neighbors, b"other seed")
+
+
+def test_number_of_neighbors_grows_slowly_and_is_all_for_few_clients() -> None:
+    settings = SecureAggregation()
+    assert [count_neighbors(settings, count) for count in (2, 3, 10, 50)] == [1, 2, 9, 49]
+    by_size = {count: count_neighbors(settings, count) for count in (1000, 10_000, 100_000)}
+    assert all(neighbors % 2 == 0 and neighbors < 400 for neighbors in by_size.values()), by_size
+    assert by_size[1000] <= by_size[10_000] <= by_size[100_000] < 2 * by_size[1000]
+    more = replace(settings, collusion=0.3)
+    assert count_neighbors(more, 100) > count_neighbors(settings, 100)
+    assert count_neighbors(replace(settings, neighbors=5), 100) == 6  # even: the same number on both sides
+    # The bound on falling apart, by hand.
+    assert 10_000 * 0.3 ** (by_size[10_000] // 2) <= 2.0**-SECURITY_BITS
+
+
+def test_threshold_is_the_share_of_the_group_and_more_than_half() -> None:
+    settings = SecureAggregation()
+    assert [threshold_of(settings, group) for group in (3, 10, 50)] == [3, 7, 33]
+    assert threshold_of(replace(settings, min_clients=2), 3) == 2
+    assert threshold_of(replace(settings, threshold=0.1), 50) == 26
+    assert threshold_of(replace(settings, threshold=1.0), 50) == 50
+
+
+def test_rounds_of_too_few_clients_are_refused() -> None:
+    check_size(SecureAggregation(), 3)
+    with pytest.raises(TooFewClients, match=r"a round has 2 clients.*min_clients is 3"):
+        check_size(SecureAggregation(), 2)
+    with pytest.raises(TooFewClients, match="the group of each has 5"):
+        check_size(SecureAggregation(neighbors=4, min_clients=6), 100)
+
+
+def test_key_agreement_is_symmetric_and_bound_to_round_and_purpose() -> None:
+    a, b = key_agreement.new_secret(), key_agreement.new_secret()
+    public_a, public_b = key_agreement.public_key(a), key_agreement.public_key(b)
+    key = key_agreement.agree(a, public_b, b"round 1", "mask")
+    assert key == key_agreement.agree(b, public_a, b"round 1", "mask")
+    assert key != key_agreement.agree(a, public_b, b"round 2", "mask")
+    assert key != key_agreement.agree(a, public_b, b"round 1", "shares")
+    sealed = key_agreement.encrypt(key, b"text", b"about")
+    assert key_agreement.decrypt(key, sealed, b"about") == b"text"
+    for wrong in (
+        (key, sealed, b"other"),
+        (bytes(32), sealed, b"about"),
+        (key, sealed[:-1], b"about"),
+        (key, b"", b""),
+    ):
+        with pytest.raises(ProtocolError, match="cannot be decrypted"):
+            key_agreement.decrypt(*wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_masks_cancel_and_cross_pieces(dtype: torch.dtype) -> None:
+    vector = torch.arange(200_000, dtype=dtype)
+    masked = vector.clone()
+    add_mask(masked, bytes(range(32)), 1)
+    assert float((masked == vector).double().mean()) < 0.001
+    add_mask(masked, bytes(range(32)), -1)
+    assert torch.equal(masked, vector)
+
+
+def test_mask_is_the_stream_of_the_cipher() -> None:
+    from partita.core.chacha import _cipher_stream
+
+    masked = torch.zeros(100_000, dtype=torch.int64)
+    add_mask(masked, bytes(range(32)), 1)
+    assert masked.numpy().tobytes() == _cipher_stream(bytes(range(32)), 12_500)
+
+
+def test_error_names_the_extra_when_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    key_agreement._need.cache_clear()
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
+    try:
+        with pytest.raises(ProtocolError, match=r"partita\[privacy\]"):
+            key_agreement.public_key(bytes(32))
+    finally:
+        key_agreement._need.cache_clear()
