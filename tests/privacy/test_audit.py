@@ -259,7 +259,8 @@ def test_report_shows_claim_spending_checks_and_attacks(tmp_path: Path) -> None:
     record = report.load_run(tmp_path)
     text = report.page([record], tmp_path / "page.html").read_text()
     assert "1 of 2 checks of noise, clip and sampling passed. Sampling rate is 0.3, but 0.2 was charged." in text
-    for words in ("<h2>Privacy</h2>", "2.5 × 1", "0.98", "50.0%", "at least 1.4", "The claim is false", 'id="attacks"'):
+    shown = ('id="privacy"', "2.5 × 1", "0.98", "50.0%", "at least 1.4", "The claim is false", 'id="chart-attacks"')
+    for words in shown:
         assert words in text
     assert report.compare([record]).lines[0].epsilon == 0.98
     honest = {"claim": {**claim, "planned": 2.0}, "attacks": {}, "bound": bound}
@@ -267,7 +268,7 @@ def test_report_shows_claim_spending_checks_and_attacks(tmp_path: Path) -> None:
     assert "The claim is false" not in report.page([report.load_run(tmp_path)], tmp_path / "page.html").read_text()
     for file in ("privacy.json", "audit.json"):
         (tmp_path / file).unlink()
-    assert "<h2>Privacy</h2>" not in report.page([report.load_run(tmp_path)], tmp_path / "page.html").read_text()
+    assert 'id="privacy"' not in report.page([report.load_run(tmp_path)], tmp_path / "page.html").read_text()
 
 
 def test_budget_and_audit_commands_print_results_and_exit_codes(
@@ -292,7 +293,7 @@ def test_budget_and_audit_commands_print_results_and_exit_codes(
         "claim": {"planned": 2.0},
         "bound": {"epsilon": 1.4, "right": 9, "guesses": 10},
     }
-    monkeypatch.setattr("partita.experiment.audit.audit", lambda folder, canaries, shadows, trust_code: found)
+    monkeypatch.setattr("partita.experiment.audit.audit", lambda folder, canaries, shadows, trust_code, group: found)
     assert app(["audit", "runs/x", "--canaries", "20"], standalone_mode=False) == 0
     out = capsys.readouterr().out
     assert "yes  noise multiplier: measured 1.99, charged 2 (9 samples)" in out

@@ -59,6 +59,7 @@ def test_every_row_key_has_a_disclosure_status(tmp_path: Path) -> None:
         ({"name": "fedavg"}, PRIVACY["example"]),
         ({"name": "fedavg"}, PRIVACY["client"]),
         (SAFL, PRIVACY["example"]),
+        ({"name": "fedavg"}, {**PRIVACY["client"], "secure_aggregation": {"min_clients": 2, "collusion": 0.0}}),
         (
             {"name": "fedavg"},
             {
@@ -221,7 +222,7 @@ def test_private_run_records_no_split(unit: str, tmp_path: Path) -> None:
     assert (tmp_path / "plain" / "split.json").exists()
     assert not (tmp_path / "private" / "split.json").exists()
     page = report.page([report.load_run(tmp_path / "private")], tmp_path / "page.html").read_text()
-    assert "a private run does not record its clients&#x27; numbers of examples and labels" in page
+    assert "a private run does not record its clients&#39; numbers of examples and labels" in page
 
 
 def test_privacy_record_lists_uncovered_and_withheld_quantities() -> None:

@@ -324,7 +324,7 @@ def test_which_rounds_and_clients_of_a_run_are_replayed(monkeypatch: pytest.Monk
     monkeypatch.setattr(mechanism, "_streams", lambda run, settings, group: group)
     monkeypatch.setattr(mechanism, "check_noise", lambda streams, noise: [["noise", streams, noise]])
     monkeypatch.setattr(
-        mechanism, "_check_sampling", lambda run, client_rounds, clients: [["sampling", client_rounds, clients]]
+        mechanism, "_check_sampling", lambda run, client_rounds, clients, units: [["sampling", client_rounds, clients]]
     )
 
     def places(client_rounds: Sequence[ClientRound]) -> list[tuple[int, str]]:

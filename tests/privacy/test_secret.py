@@ -17,6 +17,7 @@ from partita.core.rng import Key
 from partita.core.settings import RunError
 from partita.experiment.builder import build
 from partita.experiment.config import parse
+from partita.experiment.recorded_model import load_recorded_model
 from partita.experiment.runner import resume, start
 from partita.privacy import secret
 from partita.storage.atomic_files import DamageError, DiskError
@@ -82,6 +83,18 @@ def test_resume_refuses_a_missing_or_changed_secret(tmp_path: Path) -> None:
     path.write_bytes(b"cut short")
     with pytest.raises(PrivacyError, match="holds 9 bytes and not 32"):
         secret.load(tmp_path / "run")
+
+
+def test_secret_of_a_finished_run_can_be_deleted(tmp_path: Path) -> None:
+    """Then nobody can recompute the noise. The model can be read, and the run cannot be extended."""
+    digest_of_run(CONFIG, tmp_path / "run")
+    (tmp_path / "run" / secret.FILE).unlink()
+    assert load_recorded_model(tmp_path / "run").saved.done == 2
+    with pytest.raises(PrivacyError, match=r"cannot read .*private/secret .*restore it from a copy"):
+        list(resume(parse({**CONFIG, "rounds": 3}), tmp_path / "run"))
+    (tmp_path / "run" / secret.FILE).write_bytes(bytes(32))
+    with pytest.raises(DamageError, match=r"private/secret does not match its digest"):
+        load_recorded_model(tmp_path / "run")
 
 
 def test_resumed_run_draws_the_same_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from partita.core.options import Count, NotNegative, Positive, PositiveShare
 from partita.core.plan import NO_NAMES, Plan, RoundInfo, share
 from partita.core.tensors import Names
 from partita.core.update import Aggregate, Update
+from partita.methods.layer_votes import AgreedLayers, AgreedPlan, LayerVote, spread_evenly
 from partita.methods.selectors import (
     HEADS,
     ROUND,
@@ -42,6 +43,7 @@ def safl(
     average_over: Literal["senders", "cohort"] = "senders",
     noise: NotNegative = 0.0,
     clip: Positive = 1.0,
+    agree: bool = False,
 ) -> Method:
     """Build SAFL.
 
@@ -60,10 +62,11 @@ def safl(
         noise: Standard deviation of the noise on the scores, in multiples of `clip`. Makes the ranking differentially
             private.
         clip: L2 norm to which each example's scores are clipped.
+        agree: Clients vote on layers, and all clients train and send the layers with most votes in the round before.
 
     Raises:
-        MethodError: If an option is out of range, or if `noise` is set without attention scores or without a fraction
-            as `probe`.
+        MethodError: If an option is out of range, if `noise` is set without attention scores or without a fraction as
+            `probe`, or if `agree` is set with an option that lets clients differ.
     """
     for count in (k, *(capacity or {}).values()):
         resolve_count(count, 1)
@@ -88,6 +91,15 @@ def safl(
         "static": Static(),
         "round-robin": RoundRobin(),
     }
+    release = PrivacyRelease("layer choice", noise, float(probe)) if noise else None
+    if agree:
+        _check_agreement(select, capacity, depth, average_over)
+        return Method(
+            "safl",
+            plan=AgreedPlan(k, embeddings).plan,
+            client_rules=(LayerVote(selectors[select], k, every, release=release),),
+            server_rule=AgreedLayers(k),
+        )
     layers = TopLayers(
         selectors[select],
         k,
@@ -96,7 +108,7 @@ def safl(
         every,
         slots=frozenset({ROUND, HEADS} if every > 1 else ()),
         uses_data=select in ("attention", "gradient"),
-        release=PrivacyRelease("layer choice", noise, float(probe)) if noise else None,
+        release=release,
     )
     named = frozenset({*(capacity or {}), *(depth or {})})
     method = Method(
@@ -109,6 +121,23 @@ def safl(
         return method
     depth_plan = DepthPlan(tuple(sorted(depth.items())))
     return replace(method, plan=depth_plan.plan, shape=depth_plan.shape)
+
+
+def _check_agreement(select: Select, capacity: object, depth: object, average_over: str) -> None:
+    for key, value in (("capacity", capacity), ("depth", depth)):
+        if value:
+            raise MethodError(
+                f"method.agree gives all clients the same layers, but method.{key} does not; leave one out"
+            )
+    if average_over != "senders":
+        raise MethodError(
+            "with method.agree all clients send the same layers, so method.average_over has no effect; leave it out"
+        )
+    if select not in ("attention", "gradient"):
+        raise MethodError(
+            f"method.agree lets clients vote by their data, but select = '{select}' does not read it; use 'attention' "
+            "or 'gradient', or leave method.agree out"
+        )
 
 
 @dataclass(frozen=True)
@@ -138,9 +167,7 @@ class DepthPlan:
         count = dict(self.depth).get(client, len(layers))
         if not 1 <= count <= len(layers):
             raise MethodError(f"method.depth gives '{client}' {count} layers, but {model.name} has {len(layers)}")
-        last = len(layers) - 1
-        held = {layers[round(place * last / max(1, count - 1))] for place in range(count)}
-        return frozenset(layers) - held
+        return frozenset(layers).difference(spread_evenly(layers, count))
 
 
 @lru_cache(maxsize=32)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal
@@ -38,7 +39,7 @@ ORDERS = (
 
 
 def epsilon(bill: PrivacyEvents, delta: float, by: Accountant = "pld", of_clients: bool = False) -> float:
-    """Return the epsilon of all releases together, for one example or for one client of a fixed-size cohort.
+    """Return the epsilon of all releases together, for one example or group, or for one client of a fixed-size cohort.
 
     Args:
         bill: Releases and how often each was made.
@@ -64,9 +65,37 @@ def epsilon(bill: PrivacyEvents, delta: float, by: Accountant = "pld", of_client
     return float(accountant.get_epsilon(delta))
 
 
+def epsilon_of_runs(runs: Sequence[Sequence[PrivacyEvents]], delta: float, by: Accountant = "pld") -> float:
+    """Return the epsilon of several runs on the same data, for one example or group.
+
+    In each run, the example or group is at one client, and nobody knows at which.
+
+    Args:
+        runs: For each run, the releases of each client.
+        delta: Delta of the guarantee.
+        by: "pld" is used if the clients of each run have the same releases, and otherwise "rdp".
+    """
+    if any(not release.noise for bills in runs for bill in bills for release in bill):
+        return math.inf
+    if by == "pld" and all(len(bills) == 1 for bills in runs):
+        together = Counter[PrivacyRelease]()
+        for [bill] in runs:
+            together.update(bill)
+        return epsilon(together, delta, by)
+    worst = [np.max([_rdp_of(bill, of_clients=False) for bill in bills], axis=0) for bills in runs if any(bills)]
+    return float(_need().rdp.compute_epsilon(ORDERS, sum(worst), delta)[0]) if worst else 0.0
+
+
 def _by_rdp(bill: PrivacyEvents, delta: float, of_clients: bool) -> float:
-    total = sum(_curve(r.noise, r.share, of_clients) * (r.count * times) for r, times in bill.items())
-    return float(_need().rdp.compute_epsilon(ORDERS, total, delta)[0])
+    return float(_need().rdp.compute_epsilon(ORDERS, _rdp_of(bill, of_clients), delta)[0])
+
+
+def _rdp_of(bill: PrivacyEvents, of_clients: bool) -> np.ndarray[Any, Any]:
+    """Return the Rényi divergence of all releases of a bill at each order."""
+    total = np.zeros(len(ORDERS))
+    for release, times in bill.items():
+        total = total + _curve(release.noise, release.share, of_clients) * (release.count * times)
+    return total
 
 
 @lru_cache(maxsize=4096)

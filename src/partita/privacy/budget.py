@@ -18,7 +18,7 @@ DELTA = 1e-5
 class Forecast:
     """The cost of a run before it is started."""
 
-    unit: str  # "example" or "client"
+    unit: str  # "example", "group" or "client"
     noise: float  # standard deviation, in multiples of the clip
     delta: float  # delta of the guarantee
     epsilon: float  # cost of all rounds
@@ -46,10 +46,11 @@ class Forecast:
 class Client:
     """A client that is sampled in every round."""
 
-    examples: int  # number of training examples
+    examples: int  # number of training examples, or of groups
     batch: int  # expected batch size
     rounds: int  # rounds of the run
     epochs: int = 1  # epochs per round
+    unit: str = "example"  # "group" if groups are drawn and hidden
 
     def bill(self, rounds: int, delta: float) -> PrivacySpending:
         """Return the spending of a number of rounds, with noise 1."""
@@ -66,36 +67,41 @@ def forecast_client(client: Client, epsilon: float | None, noise: float | None, 
         client: The client.
         epsilon: The budget.
         noise: The noise in multiples of the clip.
-        delta: Default: min(1e-5, 0.1 / examples).
+        delta: Default: min(1e-5, 0.1 / examples or groups).
 
     Raises:
         PrivacyError: If a number of the client is below 1, or neither `epsilon` nor `noise` is given.
     """
-    for what, number in asdict(client).items():
+    units = f"{client.unit}s"
+    numbers = {units: client.examples, "batch": client.batch, "rounds": client.rounds, "epochs": client.epochs}
+    for what, number in numbers.items():
         if number < 1:
             raise PrivacyError(f"--{what} is {number}; it must be at least 1")
     delta = min(DELTA, 0.1 / client.examples) if delta is None else delta
     other = {
         "twice the rounds": replace(client, rounds=2 * client.rounds),
         "half the batch": replace(client, batch=max(1, client.batch // 2)),
-        "twice the examples": replace(client, examples=2 * client.examples),
+        f"twice the {units}": replace(client, examples=2 * client.examples),
     }
     bills = {what: variant.bill(variant.rounds, delta) for what, variant in other.items()}
-    return _forecast("example", lambda rounds: client.bill(rounds, delta), client.rounds, epsilon, noise, bills)
+    return _forecast(client.unit, lambda rounds: client.bill(rounds, delta), client.rounds, epsilon, noise, bills)
 
 
 def forecast_run(guard: PrivacyGuard) -> Forecast:
     """Forecast a whole run. The worst-off client decides.
 
     Raises:
-        PrivacyError: If the number of examples is not known for every client.
+        PrivacyError: If the number of examples or groups is not known for every client.
     """
     run, privacy_config = guard.run, guard.privacy_config
     if guard.planned is None:
-        raise PrivacyError("the number of examples is not known for every client here; give --examples instead")
+        raise PrivacyError(
+            f"the number of {privacy_config.unit}s is not known for every client here; give --{privacy_config.unit}s "
+            "instead"
+        )
     longer = replace(guard, run=replace(run, rounds=2 * run.rounds))
     bills = {"twice the rounds": longer.forecast(2 * run.rounds)}
-    if privacy_config.unit == "example":
+    if privacy_config.unit != "client":
         half = replace(run.training, batch_size=max(1, run.training.batch_size // 2))
         bills["half the batch"] = replace(guard, run=replace(run, training=half)).forecast(run.rounds)
     return _forecast(

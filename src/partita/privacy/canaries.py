@@ -15,9 +15,10 @@ from partita.core.batch_schedule import count_steps
 from partita.core.client import ClientState, Job, client_params
 from partita.core.data import Batch, ClientData, EvaluateOn, Examples, Population
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
+from partita.core.group_units import count_groups, groups_of, number_groups
 from partita.core.model import Model
 from partita.core.rng import Key
-from partita.core.rounds import ClientFailure, Engine
+from partita.core.rounds import Engine, Reply
 from partita.core.settings import Run
 from partita.core.tensors import Tensors
 from partita.core.update import Update
@@ -33,13 +34,15 @@ RIDGE = 1e-3  # relative to squared gradients of 1: many local steps are not exa
 class Canaries:
     """Training examples by client, each with a coin flip that decides whether the example is trained on.
 
-    An excluded canary keeps its row in the table and is masked, because the number of examples is public.
+    A canary may also be a whole group, such as a patient, whose examples share one coin. An excluded canary keeps its
+    rows in the table and is masked, because the number of examples or groups is public.
     """
 
     places: dict[str, Tensor]  # row indices of the canaries by client
     coins: dict[str, Tensor]  # bool by client: whether each canary is included
     mislabeled: bool  # canaries have wrong targets, so that only the canary itself can teach them
     classes: int = 0
+    owners: dict[str, Tensor] = field(default_factory=dict)  # the canary of each row in `places`, if they are groups
 
     @property
     def included(self) -> NDArray[np.bool_]:
@@ -49,35 +52,56 @@ class Canaries:
     def redraw(self, key: Key) -> Canaries:
         """Return the same canaries with new coin flips."""
         coins = {
-            client: torch.rand(len(places), generator=(key / client).generator()) < 0.5
-            for client, places in self.places.items()
+            client: torch.rand(self.count(client), generator=(key / client).generator()) < 0.5 for client in self.places
         }
         return replace(self, coins=coins)
 
+    def owners_of(self, client: str) -> Tensor:
+        """Return the canary of each row in `places`, (row,)."""
+        return self.owners.get(client, torch.arange(len(self.places[client])))
 
-def choose_canaries(population: Population, count: int, key: Key, classes: int = 0) -> Canaries:
-    """Draw canaries from all clients' training examples.
+    def count(self, client: str) -> int:
+        """Return the client's number of canaries."""
+        return len(torch.unique(self.owners_of(client)))
+
+
+def choose_canaries(population: Population, count: int, key: Key, classes: int = 0, by_group: bool = False) -> Canaries:
+    """Draw canaries from all clients' training examples, or from their groups.
 
     Args:
         population: The clients' data.
         count: Number of canaries.
         key: Key of the draw and of the coin flips.
         classes: Number of classes. If above 1, the canaries get a wrong target.
+        by_group: Whether a canary is a whole group; the training examples must have groups.
 
     Raises:
-        PrivacyError: If `count` is below 1 or above the number of training examples.
+        PrivacyError: If `count` is below 1 or above the number of training examples or groups.
     """
-    sizes = {client: len(population[client].train) for client in population.clients}
+    sizes = {
+        client: count_groups(population[client].train) if by_group else len(population[client].train)
+        for client in population.clients
+    }
     every = [(client, place) for client, size in sizes.items() for place in range(size)]
     if not 0 < count <= len(every):
-        raise PrivacyError(
-            f"{count} canaries are asked for, but there are {len(every)} training examples; ask for fewer"
-        )
+        what = "groups with training examples" if by_group else "training examples"
+        raise PrivacyError(f"{count} canaries are asked for, but there are {len(every)} {what}; ask for fewer")
     places: dict[str, list[int]] = {}
     for client, place in (key / "canaries").sample(every, count):
         places.setdefault(client, []).append(place)
     chosen = {client: torch.tensor(sorted(rows)) for client, rows in places.items()}
-    return Canaries(chosen, {}, classes > 1, classes).redraw(key / "coins")
+    if not by_group:
+        return Canaries(chosen, {}, classes > 1, classes).redraw(key / "coins")
+    rows, owners = {}, {}
+    for client, groups in chosen.items():
+        matches = _numbered(population[client].train).unsqueeze(0) == groups.unsqueeze(1)  # (canary, row)
+        owners[client], rows[client] = matches.nonzero().unbind(1)
+    return Canaries(rows, {}, classes > 1, classes, owners).redraw(key / "coins")
+
+
+def _numbered(examples: Examples) -> Tensor:
+    """Return the group of each example, numbered from 0, (example,)."""
+    return torch.from_numpy(number_groups(groups_of(examples).numpy()))
 
 
 @dataclass(frozen=True)
@@ -88,6 +112,12 @@ class _CanaryExamples:
     places: Tensor
     coins: Tensor
     canaries: Canaries
+    owners: Tensor | None = None  # the canary of each place; None if each place is a canary
+
+    @property
+    def groups(self) -> Tensor | None:
+        """The group of each example, (example,); None if there are none."""
+        return getattr(self.examples, "groups", None)
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -96,7 +126,8 @@ class _CanaryExamples:
         batch = self.examples.take(indices)
         here = (indices.unsqueeze(1) == self.places).nonzero()  # (match, 2): index in the batch, index of the canary
         mask = torch.ones(len(indices)) if batch.mask is None else batch.mask.clone()
-        mask[here[:, 0]] *= self.coins[here[:, 1]].float()
+        owners = here[:, 1] if self.owners is None else self.owners[here[:, 1]]
+        mask[here[:, 0]] *= self.coins[owners].float()
         return Batch(batch.inputs, self._targets(batch.targets, here[:, 0]), mask)
 
     def all_examples(self) -> Batch:
@@ -133,7 +164,9 @@ class CanaryPopulation:
     def table(self, client: str) -> _CanaryExamples:
         """Return the training examples of a client that holds canaries."""
         own = self.canaries
-        return _CanaryExamples(self.population[client].train, own.places[client], own.coins[client], own)
+        return _CanaryExamples(
+            self.population[client].train, own.places[client], own.coins[client], own, own.owners.get(client)
+        )
 
 
 @dataclass
@@ -152,7 +185,7 @@ class Eavesdropper:
     def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
         return self.engine.evaluate(jobs, on)
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
+    def train(self, jobs: Iterable[Job]) -> Iterator[Reply]:
         jobs_by_client: dict[str, Job] = {}
 
         def recorded_jobs() -> Iterator[Job]:
@@ -169,18 +202,18 @@ class Eavesdropper:
         # The eavesdropper does not know the parameters that stay on a client and assumes their initial values.
         _, params = client_params(self.run, self.model, job, ClientState())
         table = self.canary_population.table(job.client)
-        scores = canary_scores(
-            self.model, params, update.delta, table, self._strength(len(table)), self.run.method.privacy
-        )
+        private = self.run.method.privacy
+        units = count_groups(table) if private is not None and private.groups else len(table)
+        scores = canary_scores(self.model, params, update.delta, table, self._strength(units), private)
         self.scores_by_client[job.client] = self.scores_by_client.get(job.client, torch.zeros(scores.shape)) + scores
 
-    def _strength(self, examples: int) -> float:
-        """Return the squared ratio of the noise in an update to the contribution of one included example."""
+    def _strength(self, units: int) -> float:
+        """Return the squared ratio of the noise in an update to the contribution of one included example or group."""
         private, training = self.run.method.privacy, self.run.training
         if private is None:
             return 0.0
-        steps = count_steps(examples, training, None)
-        share = min(1.0, training.batch_size / examples)
+        steps = count_steps(units, training, None)
+        share = min(1.0, training.batch_size / units)
         return 4 * private.noise**2 / (share**2 * steps)
 
     def scores(self) -> Array:
@@ -188,9 +221,9 @@ class Eavesdropper:
 
         Canaries of clients that were never sampled score zero.
         """
-        places = self.canary_population.canaries.places
-        zeros = {client: torch.zeros(len(TRUST), len(rows)) for client, rows in places.items()}
-        parts = [self.scores_by_client.get(client, zeros[client]) for client in sorted(places)]
+        canaries = self.canary_population.canaries
+        zeros = {client: torch.zeros(len(TRUST), canaries.count(client)) for client in canaries.places}
+        parts = [self.scores_by_client.get(client, zeros[client]) for client in sorted(zeros)]
         return np.asarray(torch.cat(parts, 1).numpy(), float)
 
 
@@ -202,9 +235,11 @@ def canary_scores(
     noise: float,
     private: DPSGDSettings | None,
 ) -> Tensor:
-    """Score how much of a client's step each canary explains, by ridge regression on all examples' gradients.
+    """Score how much of a client's step each canary explains, by ridge regression on all units' gradients.
 
-    The attacker knows all examples but not the coin flips.
+    The attacker knows all examples but not the coin flips. Units are examples, or groups if canaries are groups. The
+    contribution of a group is what training makes of it: its clipped mean gradient under privacy by group, the sum of
+    its examples' clipped gradients otherwise.
 
     Args:
         model: The model.
@@ -227,16 +262,37 @@ def canary_scores(
             "smaller model, or one that trains less of it, or with fewer examples per client"
         )
     gradients = torch.cat(list(gradients_of(model, params, sorted(delta), table.all_examples())))  # (example, number)
+    by_group = table.owners is not None
+    mean_of_group = by_group and private is not None and private.groups
+    if mean_of_group:
+        gradients = _by_group(table, gradients, mean=True)
     norms = gradients.norm(dim=1, keepdim=True)
     if private is not None:
         gradients = gradients * (private.clip / norms.clamp(min=1e-30)).clamp(max=1.0)
     gradients = gradients / (float(norms.mean()) if private is None else private.clip)
+    if by_group and not mean_of_group:
+        gradients = _by_group(table, gradients, mean=False)
     step = -torch.cat([delta[name].flatten() for name in sorted(delta)]).to(gradients)
     inner, along = gradients @ gradients.T, gradients @ (step / step.norm().clamp(min=1e-30))
     unit = torch.eye(len(gradients), device=gradients.device)
     shares = torch.stack([torch.linalg.solve(inner + (trust * noise + RIDGE) * unit, along) for trust in TRUST])
-    canary_shares: Tensor = shares[:, table.places.to(shares.device)]
+    canary_shares: Tensor = shares[:, _places_of_canaries(table).to(shares.device)]
     return canary_shares.cpu()
+
+
+def _by_group(table: _CanaryExamples, gradients: Tensor, mean: bool) -> Tensor:
+    """Return the sum or mean of the gradients of each group, (group, number)."""
+    groups = _numbered(table).to(gradients.device)
+    total = gradients.new_zeros(int(groups.max()) + 1, gradients.shape[1]).index_add_(0, groups, gradients)
+    return total / torch.bincount(groups).unsqueeze(1) if mean else total
+
+
+def _places_of_canaries(table: _CanaryExamples) -> Tensor:
+    """Return the place of each canary among the client's units, (canary,)."""
+    if table.owners is None:
+        return table.places
+    first = torch.searchsorted(table.owners, torch.arange(int(table.owners.max()) + 1))
+    return _numbered(table)[table.places[first]]
 
 
 def gradients_of(model: Model, params: Tensors, names: Sequence[str], batch: Batch) -> Iterator[Tensor]:
@@ -287,13 +343,15 @@ def first(examples: Examples, most: int) -> Batch:
 
 
 def canary_losses(model: Model, params: Tensors, canary_population: CanaryPopulation) -> Array:
-    """Return the loss of each canary, (canary,), in the order of `Canaries.included`."""
-    device = next(iter(params.values())).device
+    """Return the loss of each canary, (canary,), in the order of `Canaries.included`; of a group, the mean loss."""
+    device, canaries = next(iter(params.values())).device, canary_population.canaries
+    losses = []
     with torch.no_grad():
-        batches = [
-            canary_population.table(client).canaries_alone() for client in sorted(canary_population.canaries.places)
-        ]
-        return np.asarray(torch.cat([_losses(model, params, batch, device) for batch in batches]).numpy(), float)
+        for client in sorted(canaries.places):
+            own = _losses(model, params, canary_population.table(client).canaries_alone(), device)
+            owners = canaries.owners_of(client)
+            losses.append(own.new_zeros(canaries.count(client)).index_add_(0, owners, own) / torch.bincount(owners))
+    return np.asarray(torch.cat(losses).numpy(), float)
 
 
 def _losses(model: Model, params: Tensors, batch: Batch, device: torch.device) -> Tensor:

@@ -77,6 +77,9 @@ class OverCohort(ServerRule):
     inner: ServerRule
     cohort: int
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "divisor", float(self.cohort))
+
     def init(self, model: Model) -> Slots:
         return self.inner.init(model)
 

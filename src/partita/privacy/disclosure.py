@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Unit = Literal["example", "client"]
+Unit = Literal["example", "group", "client"]
 # public: does not depend on private data, or is declared public.
 # charged: a release with its own noise, recorded in the ledger.
 # noised: computed from values that are already noised (post-processing).
@@ -17,12 +17,16 @@ Unit = Literal["example", "client"]
 # named: not covered by the guarantee.
 Status = Literal["public", "charged", "noised", "withheld", "named"]
 LOST = "gave no usable answer"  # replaces a reason that may quote a client's values
+VALIDATION = "validation"  # withheld, unless the config discloses it
 TEST_ALARMS = ("one predicted class",)  # alarms that follow from the noised model and the central test set, as `test`
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """Status of a quantity under example-level and client-level privacy, and the reason."""
+    """Status of a quantity under example-level and client-level privacy, and the reason.
+
+    Group-level privacy is example-level privacy with groups as units, so the statuses are the same.
+    """
 
     example: Status
     client: Status
@@ -30,7 +34,7 @@ class Quantity:
 
     def under(self, unit: Unit) -> Status:
         """Return the status for a privacy unit."""
-        return self.example if unit == "example" else self.client
+        return self.client if unit == "client" else self.example
 
 
 ROW: Mapping[str, Quantity] = {
@@ -58,13 +62,22 @@ ROW: Mapping[str, Quantity] = {
     "train_loss": Quantity("withheld", "withheld", "computed from raw examples"),
     "losses": Quantity("withheld", "withheld", "the clients' training losses, computed from raw examples"),
     "validation": Quantity(
-        "withheld", "withheld", "scores on the clients' own validation examples; a private run is not evaluated on them"
+        "withheld",
+        "withheld",
+        "scores on the clients' own validation examples; a private run is not evaluated on them, unless "
+        "privacy.disclose_validation is set: then the guarantee does not cover them",
     ),
     "bytes": Quantity("public", "public", "follows from the plan and from layer choices that were charged"),
     "up": Quantity("public", "public", "follows from the plan and from layer choices that were charged"),
     "down": Quantity("public", "public", "follows from the plan and from layer choices that were charged"),
     "drift": Quantity(
         "noised", "withheld", "measured on individual updates, which are noised at the client or not at all"
+    ),
+    "secure": Quantity(
+        "named",
+        "named",
+        "with secure aggregation, how many clients are in the sum, and the bytes and the time of the protocol; which "
+        "clients dropped out is in `lost`",
     ),
     "test": Quantity(
         "noised",
@@ -83,6 +96,12 @@ ROW: Mapping[str, Quantity] = {
         "noised",
         "scores of `test` by a column of the central test set, and how many examples each group has; clients never "
         "send such scores of their own examples",
+    ),
+    "confusion": Quantity(
+        "noised",
+        "noised",
+        "how often the noised model takes which class of the central test set for which, in the last test; clients "
+        "never send such counts of their own examples",
     ),
     "personal": Quantity(
         "named",
@@ -114,20 +133,33 @@ ROW: Mapping[str, Quantity] = {
 
 OUTSIDE_ROWS: Mapping[str, Quantity] = {
     "updates": Quantity(
-        "charged", "charged", "noised by the client, or clipped by the client with noise added to the sum by the server"
+        "charged",
+        "charged",
+        "noised by the client, alone or as a part of the noise on a secure sum, or clipped by the client with noise "
+        "added to the sum by the server",
     ),
     "examples at a client": Quantity(
         "public",
         "withheld",
-        "the number sets a client's weight and sampling rate; under client-level privacy all weights are 1",
+        "the number sets a client's weight and sampling rate; under group-level privacy it is the number of groups, "
+        "and the number of examples is not sent; under client-level privacy all weights are 1",
     ),
     "split.json": Quantity(
         "withheld",
         "withheld",
         "clients' numbers of examples and of labels are exact; a private run does not record them",
     ),
-    "steps": Quantity("public", "named", "computed from the number of examples; only the trusted server sees them"),
-    "single updates": Quantity("charged", "named", "under client-level privacy the trusted server sees them"),
+    "steps": Quantity(
+        "public",
+        "named",
+        "computed from the number of examples or groups; only the trusted server sees them, and nobody with secure "
+        "aggregation",
+    ),
+    "single updates": Quantity(
+        "charged",
+        "named",
+        "under client-level privacy the trusted server sees them; with secure aggregation nobody sees them",
+    ),
     "numbers told by rules": Quantity("charged", "withheld", "a rule that uses data must declare its release"),
     "errors": Quantity(
         "named", "named", "an error that ends the run may quote values, and everyone can see that the run ended"
@@ -147,12 +179,22 @@ OUTSIDE_ROWS: Mapping[str, Quantity] = {
         "public", "public", "a private run stops early by its epsilon only, which follows from public numbers"
     ),
     "digest": Quantity("noised", "named", "a checksum of the server's tensors and the clients' own"),
-    "audit.json": Quantity("named", "named", "attacks are measured on raw examples: do not publish it with the run"),
+    "audit.json": Quantity(
+        "named",
+        "named",
+        "attacks are measured on raw examples: do not publish it with the run; a model card shows its bound on "
+        "epsilon, and says that it is not covered",
+    ),
     "samples.json": Quantity(
-        "named",
-        "named",
-        "texts of the central test set in full, which the guarantee does not cover, and answers of the noised model; "
-        "written only with evaluate.samples",
+        "withheld",
+        "withheld",
+        "examples of the central test set in full; a private run refuses evaluate.samples",
+    ),
+    "progress.json": Quantity(
+        "public",
+        "public",
+        "the round and its phase, while the run goes on; in a private run it does not say which clients take part, "
+        "reply or are lost, and names an error by its type alone",
     ),
     "site logs": Quantity("named", "named", "the contents of a site's own logs"),
     "frozen features": Quantity(
@@ -161,23 +203,34 @@ OUTSIDE_ROWS: Mapping[str, Quantity] = {
 }
 
 
-def disclosed(unit: Unit) -> dict[str, list[str]]:
+def disclosed(unit: Unit, validation: bool = False) -> dict[str, list[str]]:
     """Return, for the run's record, what the guarantee does not cover and what is withheld.
+
+    Args:
+        unit: The privacy unit.
+        validation: Whether the run discloses scores on validation examples.
 
     Returns:
         Texts "quantity: reason" under the keys "not_covered" and "withheld".
     """
     lists: dict[str, list[str]] = {"not_covered": [], "withheld": []}
     for what, quantity in {**ROW, **OUTSIDE_ROWS}.items():
-        status = quantity.under(unit)
+        status = "named" if validation and what == VALIDATION else quantity.under(unit)
         if status in ("named", "withheld"):
             lists["not_covered" if status == "named" else "withheld"].append(f"{what}: {quantity.why}")
     return lists
 
 
-def withhold(row: Mapping[str, Any], unit: Unit) -> dict[str, Any]:
-    """Return a row without the values that are withheld."""
+def withhold(row: Mapping[str, Any], unit: Unit, validation: bool = False) -> dict[str, Any]:
+    """Return a row without the values that are withheld.
+
+    Args:
+        row: The row.
+        unit: The privacy unit.
+        validation: Whether scores on validation examples are disclosed.
+    """
     withheld = {key for key in row.keys() & ROW.keys() if ROW[key].under(unit) == "withheld"}
+    withheld -= {VALIDATION} if validation else set()
     return {key: _replacement(key, value) if key in withheld else value for key, value in row.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from partita.core.sampling import Uniform
 from partita.core.settings import Run
 from partita.privacy.client_level import protect_clients
 from partita.privacy.disclosure import disclosed
+from partita.privacy.noise_at_clients import noise_in_effect, protect_at_clients
 from partita.privacy.spending import TRAINING, PrivacySpending, find_noise, releases_of
 
 ANY_CLIENT = "any client"  # key of the client-level ledger, which is the same for all clients
@@ -31,20 +32,32 @@ class PrivacyConfig:
         PrivacyError: If there is neither a budget nor noise, or if settings are invalid or contradict each other.
     """
 
-    unit: Annotated[Literal["example", "client"], "whose presence is hidden"] = "example"
+    unit: Annotated[
+        Literal["example", "group", "client"],
+        "whose presence is hidden: an example, all examples of a group such as a patient, or a client",
+    ] = "example"
+    group: Annotated[str | None, "column with the group of each row, such as `patient_id`; `group` only"] = None
+    max_per_group: Annotated[
+        Count | None, "examples of a group that take part in a round, drawn anew in each; `group` only; left out: all"
+    ] = None
     epsilon: Annotated[Positive | None, "budget; the noise is computed from it"] = None
     noise: Annotated[NotNegative | None, "standard deviation of the noise, in multiples of the clip"] = None
     delta: Annotated[
         Annotated[float, Range(above=0, below=1)] | None,
-        "delta of the guarantee; must be well below 1 / number of examples or clients",
+        "delta of the guarantee; must be well below 1 / number of examples, groups or clients",
     ] = None
     clip: Annotated[
-        float, Range(above=0, high=math.inf), "maximum norm of an example's gradient, or of a client's update"
+        float, Range(above=0, high=math.inf), "maximum norm of the gradient of an example or group, or of an update"
     ] = 1.0
-    sampling: Annotated[Literal["poisson", "shuffle"], "`poisson` draws each example independently"] = "poisson"
+    sampling: Annotated[Literal["poisson", "shuffle"], "`poisson` draws each example or group independently"] = (
+        "poisson"
+    )
     clipping: Annotated[Literal["auto", "direct", "ghost"], "how per-example gradient norms are computed"] = "auto"
-    microbatch: Annotated[Count | None, "number of per-example gradients held at once"] = None
+    microbatch: Annotated[Count | None, "number of examples or groups whose gradients are held at once"] = None
     accountant: Annotated[Literal["auto", "pld", "rdp"], "how epsilon is computed"] = "auto"
+    disclose_validation: Annotated[
+        bool, "clients report exact scores on their validation parts, which the guarantee does not cover"
+    ] = False
     repeatable: Annotated[
         bool, "draw noise from the seed, for research only: anyone can recompute it, so epsilon is only simulated"
     ] = False
@@ -56,7 +69,17 @@ class PrivacyConfig:
             raise PrivacyError(f"privacy.epsilon is {self.epsilon}; it must be a number above 0")
         if self.delta is not None and not 0 < self.delta < 1:
             raise PrivacyError(f"privacy.delta is {self.delta}; it is a probability, such as 1e-5")
-        example_level = {"sampling": "poisson", "clipping": "auto", "microbatch": None}
+        if (self.unit == "group") != (self.group is not None):
+            raise PrivacyError(
+                "privacy.unit is 'group', but privacy.group is not set; name the column with the group of each row, "
+                "such as group = 'patient_id'"
+                if self.group is None
+                else f"privacy.group is '{self.group}', but privacy.unit is '{self.unit}'; set unit = 'group', or "
+                "leave group out"
+            )
+        if self.max_per_group is not None and self.unit != "group":
+            raise PrivacyError("privacy.max_per_group is about groups; leave it out, or set unit = 'group'")
+        example_level = {"sampling": "poisson", "clipping": "auto", "microbatch": None, "disclose_validation": False}
         for key, default in example_level.items() if self.unit == "client" else ():
             if getattr(self, key) != default:
                 raise PrivacyError(f"privacy.{key} is about a client's examples; leave it out with unit = 'client'")
@@ -69,9 +92,14 @@ class PrivacyGuard:
     run: Run
     model: Model
     privacy_config: PrivacyConfig  # with noise and delta filled in
-    sizes: Mapping[str, int]  # training examples by client; 0: unknown here
+    sizes: Mapping[str, int]  # training examples by client, or groups of them; 0: unknown here
     planned: float | None  # epsilon of all rounds with the cohorts as they will be drawn; None if a size is unknown
     account: PrivacySpending = field(repr=False, compare=False)  # what the clients have spent so far
+
+    @property
+    def noise_at_clients(self) -> float:
+        """The noise on the smallest sum that clients release, in multiples of the clip; 0 if they add none."""
+        return self.run.client_noise.noise if self.run.client_noise else 0.0
 
     def charge(
         self, number: int, cohort: Collection[str], signal: Mapping[str, float], population: int | None = None
@@ -90,7 +118,7 @@ class PrivacyGuard:
         self._charge(self.account, number, cohort, signal, population or len(self.sizes))
 
     def spent(self) -> float | None:
-        """Return the epsilon spent so far, or None if a client's number of examples is unknown here.
+        """Return the epsilon spent so far, or None if a client's number of examples or groups is unknown here.
 
         Raises:
             PrivacyError: If it exceeds the budget.
@@ -137,28 +165,59 @@ class PrivacyGuard:
         run = self.run
         # Lazily: the client-level bill needs plans only to see whether one of them keeps parameters.
         plans = (plan_for(run.method.plan, self.model, RoundInfo(number, run.rounds, name, signal)) for name in cohort)
+        if run.secure_aggregation is not None and account.of_clients:
+            # The server asks the clients itself and is not trusted, so there is no amplification by sampling.
+            for client in cohort:
+                account.charge(client, [PrivacyRelease(TRAINING, self.noise_at_clients, 1.0)])
+            return
         if account.of_clients:
             transform: Any = run.method.transforms[0]
             share = 1.0 if _keeps_state(run.method, plans) else len(cohort) / population
             account.charge(ANY_CLIENT, [PrivacyRelease(TRAINING, transform.noise, share)])
             return
         for client, plan in zip(cohort, plans, strict=True):
-            account.charge(client, releases_of(run, plan, self.sizes[client]))
+            account.charge(client, releases_of(run, plan, self.sizes[client], number))
+
+    def _sampling(self) -> str:
+        if self.privacy_config.unit != "client":
+            return self.privacy_config.sampling
+        return "known cohort" if self.run.secure_aggregation else "cohort"
+
+    def planned_releases(self, rounds: int) -> Iterator[tuple[int, str, list[PrivacyRelease]]]:
+        """Yield (round, client, releases) of the first rounds, with the cohorts that will be drawn."""
+        run = self.run
+        signal = run.method.server_rule.signal(initial_server(run, self.model))
+        for number in range(rounds):
+            for client in run.draw_cohort(number, list(self.sizes)):
+                yield number, client, self.releases(number, client, signal)
+
+    def releases(self, number: int, client: str, signal: Mapping[str, float]) -> list[PrivacyRelease]:
+        """Return what a client releases in a round. Not for client-level privacy, where the server releases.
+
+        Args:
+            number: The round.
+            client: The client.
+            signal: The server's signal to the plan.
+        """
+        plan = plan_for(self.run.method.plan, self.model, RoundInfo(number, self.run.rounds, client, signal))
+        return releases_of(self.run, plan, self.sizes[client], number)
 
     def about(self) -> dict[str, Any]:
         """Return the privacy settings and the disclosure lists for the run's record."""
         privacy_config = self.privacy_config
         return {
             "unit": privacy_config.unit,
+            **({"group": privacy_config.group} if privacy_config.group else {}),
             "budget": privacy_config.epsilon,
             "delta": privacy_config.delta,
             "noise": privacy_config.noise,
             "clip": privacy_config.clip,
-            "sampling": privacy_config.sampling if privacy_config.unit == "example" else "cohort",
+            "sampling": self._sampling(),
+            "noise_added": _noise_added(self.run, privacy_config.unit),
             "accountant": self.account.by,
             "repeatable": privacy_config.repeatable,
             "planned": None if self.planned == math.inf else self.planned,
-            **disclosed(privacy_config.unit),
+            **disclosed(privacy_config.unit, privacy_config.disclose_validation),
         }
 
 
@@ -168,7 +227,7 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
     Args:
         run: The run without privacy.
         model: The model.
-        sizes: Training examples by client; 0 if unknown here.
+        sizes: Training examples by client, or groups of them under group-level privacy; 0 if unknown here.
         privacy_config: The settings. Missing noise and delta are filled in.
 
     Raises:
@@ -180,40 +239,55 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
     cohort = run.cohort_size(len(sizes))
     units = len(sizes) if of_clients else max(sizes.values())
     delta = _delta(privacy_config, units)
+    at_clients = of_clients and run.secure_aggregation is not None
+    if at_clients and privacy_config.accountant == "pld":
+        raise PrivacyError(
+            "privacy.accountant is 'pld', but noise at the clients is a sum of discrete Gaussians, which only 'rdp' "
+            "bounds; use that, or 'auto'"
+        )
     by = (
         privacy_config.accountant
         if privacy_config.accountant != "auto"
         else "rdp"
-        if of_clients and cohort < len(sizes)
+        if at_clients or (of_clients and cohort < len(sizes))
         else "pld"
     )
     known = of_clients or all(sizes.values())
     if privacy_config.noise is None and not known:
         raise PrivacyError(
-            "privacy.epsilon needs the number of examples of every client, which is not known here; find the noise "
-            "with 'partita budget', and set privacy.noise"
+            f"privacy.epsilon needs the number of {privacy_config.unit}s of every client, which is not known here; "
+            "find the noise with 'partita budget', and set privacy.noise"
         )
 
     def under(noise: float) -> Run:
+        if at_clients:
+            return protect_at_clients(run, cohort, privacy_config.clip, noise)
         if of_clients:
             method = protect_clients(run.method, privacy_config.clip, noise, cohort, run.secret)
             # Drift is off because it is measured on updates before the noise.
             return replace(run, method=method, hidden_cohorts=True, drift=False)
         private = DPSGDSettings(
-            privacy_config.clip, noise, privacy_config.sampling, privacy_config.clipping, privacy_config.microbatch
+            privacy_config.clip,
+            noise,
+            privacy_config.sampling,
+            privacy_config.clipping,
+            privacy_config.microbatch,
+            privacy_config.unit == "group",
+            privacy_config.max_per_group,
         )
         return replace(run, method=replace(run.method, privacy=private))
 
-    trial = PrivacyGuard(
-        under(1.0 if privacy_config.noise is None else privacy_config.noise),
-        model,
-        privacy_config,
-        sizes,
-        None,
-        PrivacySpending(delta, by, of_clients),
-    )
+    trial_run = under(1.0 if privacy_config.noise is None else privacy_config.noise)
+    in_effect = noise_in_effect(trial_run, model, cohort) if trial_run.client_noise else None
+    account = PrivacySpending(delta, by, of_clients, in_effect=in_effect)
+    trial = PrivacyGuard(trial_run, model, privacy_config, sizes, None, account)
     ahead = trial.forecast(run.rounds if known else 0)
-    if of_clients and cohort < len(sizes) and any(release.share == 1 for release in ahead.bills[ANY_CLIENT]):
+    if (
+        of_clients
+        and not at_clients
+        and cohort < len(sizes)
+        and any(release.share == 1 for release in ahead.bills[ANY_CLIENT])
+    ):
         warnings.warn(
             f"{run.method.name}: clients keep state between rounds, so epsilon is charged as if every client took part "
             "in every round; a method without such state needs less noise",
@@ -230,7 +304,16 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
             f"{privacy_config.epsilon:g}; remove privacy.noise to have it computed"
         )
     resolved = replace(privacy_config, noise=noise, delta=delta)
-    return PrivacyGuard(under(noise), model, resolved, sizes, planned, PrivacySpending(delta, by, of_clients))
+    return PrivacyGuard(under(noise), model, resolved, sizes, planned, replace(account, bills={}))
+
+
+def _noise_added(run: Run, unit: str) -> str:
+    """Say who adds the noise, and so who must be trusted."""
+    if unit != "client":
+        return "at the clients, in training; the server is not trusted"
+    if run.secure_aggregation is not None:
+        return "at the clients, before secure aggregation; the server is not trusted"
+    return "at the server, which is trusted"
 
 
 def _check_sampling(rule: Uniform, of_clients: bool) -> None:

@@ -1,4 +1,4 @@
-"""Checks of example-level privacy: replay a few private steps of the run's own clients with the training code.
+"""Checks of example- and group-level privacy: replay a few private steps of the run's clients with the training code.
 
 Every client round is prepared by `begin_round` and trained by `train_clients`. Two parts are replaced: the optimizer
 records gradients without changing parameters, and the reference replay has zero noise.
@@ -96,7 +96,7 @@ class Stream:
 
 
 def check_examples(run: Run, model: Model, population: Population, server: Server, block: int = 1) -> list[Check]:
-    """Check the noise, clipping and sampling of a run with example-level privacy against its settings.
+    """Check the noise, clipping and sampling of a run with example-level or group-level privacy against its settings.
 
     Args:
         run: The run.
@@ -124,7 +124,7 @@ def check_examples(run: Run, model: Model, population: Population, server: Serve
         replicas = [
             _begin_client_round(run, model, population, server, *replica) for replica in _replicas(run, clients)
         ]
-        checks += _check_sampling(run, replicas, len(clients))
+        checks += _check_sampling(run, replicas, len(clients), "groups" if private.groups else "examples")
     return checks
 
 
@@ -312,7 +312,7 @@ def altered(model: Model, **methods: Callable[..., Any]) -> Model:
 
 
 def _check_clip(run: Run, private: DPSGDSettings, groups: Sequence[Sequence[ClientRound]]) -> list[Check]:
-    """Check how far one example moves a sum: batches with and without their first example, with a scaled-up loss."""
+    """Check how far one unit moves a sum: batches with and without their first unit, with a scaled-up loss."""
     largest, tried = 0.0, 0
     for group in groups:
         plain = group[0].ctx.model.losses
@@ -334,7 +334,8 @@ def _check_clip(run: Run, private: DPSGDSettings, groups: Sequence[Sequence[Clie
             )
             largest = max(largest, moved**0.5 * sizes[where[0]] / private.clip)
             tried += 1
-    return [Check("largest contribution of one example / clip", 1.0, largest, float(largest <= OVER), tried)]
+    what = f"largest contribution of one {'group' if private.groups else 'example'} / clip"
+    return [Check(what, 1.0, largest, float(largest <= OVER), tried)]
 
 
 def _without_first(schedule: BatchSchedule) -> BatchSchedule:
@@ -343,8 +344,10 @@ def _without_first(schedule: BatchSchedule) -> BatchSchedule:
     return BatchSchedule(torch.cat(batches), tuple(map(len, batches)))
 
 
-def _check_sampling(run: Run, client_rounds: Sequence[ClientRound], clients: int) -> list[Check]:
-    """Check that each example is sampled independently in each step with the charged probability.
+def _check_sampling(
+    run: Run, client_rounds: Sequence[ClientRound], clients: int, units: str = "examples"
+) -> list[Check]:
+    """Check that each unit is sampled independently in each step with the charged probability.
 
     The client rounds cycle through `clients` clients. Overlaps are counted on disjoint pairs of batches, so that their
     sum is binomial.
@@ -363,10 +366,10 @@ def _check_sampling(run: Run, client_rounds: Sequence[ClientRound], clients: int
         checks.append(check_dispersion(sizes, counts, shares))
     steps = [pair for batches in drawn for pair in _pairs(batches)]
     rounds = [two for place in range(clients) for two in _pairs(drawn[place::clients])]
-    checks += _check_overlap("steps", steps)
-    checks += _check_overlap("rounds", [pair for two in rounds for pair in zip(*two, strict=False)])
+    checks += _check_overlap("steps", steps, units)
+    checks += _check_overlap("rounds", [pair for two in rounds for pair in zip(*two, strict=False)], units)
     others = _pairs(drawn) if clients > 1 else []
-    return checks + _check_overlap("clients", [pair for two in others for pair in zip(*two, strict=False)])
+    return checks + _check_overlap("clients", [pair for two in others for pair in zip(*two, strict=False)], units)
 
 
 def _pairs(items: Sequence[T]) -> list[tuple[T, T]]:
@@ -374,7 +377,7 @@ def _pairs(items: Sequence[T]) -> list[tuple[T, T]]:
     return list(zip(items[::2], items[1::2], strict=False))
 
 
-Drawn = tuple[set[int], int, float]  # indices of a batch, number of examples, sampling probability
+Drawn = tuple[set[int], int, float]  # indices of a batch, number of units, sampling probability
 
 
 def _drawn(run: Run, client_round: ClientRound) -> list[Drawn]:
@@ -383,13 +386,13 @@ def _drawn(run: Run, client_round: ClientRound) -> list[Drawn]:
     return [(set(batch.tolist()), count, share) for schedule in client_round.schedules for batch in schedule]
 
 
-def _check_overlap(what: str, pairs: Sequence[tuple[Drawn, Drawn]]) -> list[Check]:
+def _check_overlap(what: str, pairs: Sequence[tuple[Drawn, Drawn]], units: str = "examples") -> list[Check]:
     common: dict[float, tuple[int, int]] = {}
     for (one, count, share), (two, other, chance) in pairs:
         if share * chance < 1:
             both = min(count, other)
             _add(common, share * chance, sum(place < both for place in one & two), both)
-    return [check_counts(f"examples in common between batches of two {what}", common)] if common else []
+    return [check_counts(f"{units} in common between batches of two {what}", common)] if common else []
 
 
 def _add(groups: dict[float, tuple[int, int]], share: float, count: int, trials: int) -> None:

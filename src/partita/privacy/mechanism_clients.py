@@ -13,7 +13,7 @@ from partita.core.client import Job
 from partita.core.data import EvaluateOn
 from partita.core.method import Server, ServerRule
 from partita.core.model import Model
-from partita.core.rounds import ClientFailure, Engine, rounds
+from partita.core.rounds import ClientFailure, Engine, Reply, rounds
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import Aggregate, Update
@@ -49,12 +49,12 @@ class ScaledUpdatesEngine:
     def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
         return self.engine.evaluate(jobs, on)
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
+    def train(self, jobs: Iterable[Job]) -> Iterator[Reply]:
         for reply in self.engine.train(jobs):
-            if reply.client == self.failing_client:
-                yield ClientFailure(reply.client, "left out by the audit")
-            elif isinstance(reply, ClientFailure):
+            if not isinstance(reply, Update):
                 yield reply
+            elif reply.client == self.failing_client:
+                yield ClientFailure(reply.client, "left out by the audit")
             else:
                 slots = {slot: tensors.scale(part, SCALE_FACTOR) for slot, part in reply.slots.items()}
                 yield replace(reply, delta=tensors.scale(reply.delta, SCALE_FACTOR), slots=slots)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from partita.core.batch_schedule import count_steps
@@ -19,20 +19,31 @@ MAX_NOISE = 1000.0  # nothing is learned beyond this noise
 DIGITS = 3  # significant digits after the first, to which a computed noise is rounded up
 
 
-def releases_of(run: Run, plan: Plan, examples: int) -> list[PrivacyRelease]:
-    """List everything that one client with `examples` examples releases in a round for which it is sampled."""
+def releases_of(run: Run, plan: Plan, units: int, number: int = 0) -> list[PrivacyRelease]:
+    """List everything that one client releases in a round for which it is sampled.
+
+    Args:
+        run: The run.
+        plan: The client's plan.
+        units: The client's number of training examples, or of groups under group-level privacy.
+        number: The round.
+    """
     private = run.method.privacy
-    releases = [rule.release for rule in run.method.client_rules if rule.uses_data and rule.release is not None]
-    if private is None or not examples:
+    releases = [
+        rule.release
+        for rule in run.method.client_rules
+        if rule.uses_data and rule.release is not None and number % rule.release_every == 0
+    ]
+    if private is None or not units:
         return releases
     for phase in plan.phases:
-        steps = count_steps(examples, run.training, phase.epochs)
+        steps = count_steps(units, run.training, phase.epochs)
         if private.sampling == "poisson":
-            share = min(1.0, run.training.batch_size / examples)
+            share = min(1.0, run.training.batch_size / units)
             releases.append(PrivacyRelease(TRAINING, private.noise, share, steps))
         else:
-            # Each epoch uses every example once, in disjoint batches. No amplification by shuffling is claimed.
-            epochs = -(-steps // -(-examples // run.training.batch_size))
+            # Each epoch uses every unit once, in disjoint batches. No amplification by shuffling is claimed.
+            epochs = -(-steps // -(-units // run.training.batch_size))
             releases.append(PrivacyRelease(TRAINING, private.noise, 1.0, epochs))
     return releases
 
@@ -48,6 +59,8 @@ class PrivacySpending:
     by: Accountant = "pld"
     of_clients: bool = False  # client-level privacy
     bills: dict[str, Counter[PrivacyRelease]] = field(default_factory=dict)  # client -> releases
+    # What the noise of training is worth to the accountant, if that is not the noise itself.
+    in_effect: Callable[[float], float] | None = None
 
     def charge(self, client: str, releases: Iterable[PrivacyRelease]) -> None:
         """Add releases to a client's bill."""
@@ -88,13 +101,19 @@ class PrivacySpending:
             )
 
         bills = {client: changed(bill) for client, bill in self.bills.items()}
-        return PrivacySpending(self.delta, self.by, self.of_clients, bills)
+        return replace(self, bills=bills)
 
     def only(self, client: str) -> PrivacySpending:
         """Return the spending of one client alone."""
-        return PrivacySpending(self.delta, self.by, self.of_clients, {client: self.bills[client]})
+        return replace(self, bills={client: self.bills[client]})
 
     def _cost(self, bill: PrivacyEvents, by: Accountant) -> float:
+        if self.in_effect is not None:
+            worth = {release.noise: self.in_effect(release.noise) for release in bill if release.what == TRAINING}
+            bill = {
+                replace(release, noise=worth[release.noise]) if release.what == TRAINING else release: times
+                for release, times in bill.items()
+            }
         return epsilon(bill, self.delta, by, self.of_clients)
 
 

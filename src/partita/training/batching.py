@@ -12,6 +12,7 @@ from torch import Tensor
 from partita.core import tensors
 from partita.core.batch_schedule import BatchSchedule
 from partita.core.data import EXAMPLE_SEEDS, IGNORE_INDEX, Batch, Examples, PrefetchingExamples, TableExamples
+from partita.core.group_units import GroupUnits
 from partita.core.keyed_bits import example_seeds
 from partita.core.rng import Key
 
@@ -51,9 +52,12 @@ def iterate_batches(
         else:
             batch = collate([_take(part, indices) for part, indices in zip(examples, current, strict=False)])
         if seed_keys is not None:
-            width = batch.targets.shape[int(len(examples) > 1)]
-            own = [_padded(indices, width) for indices in next(own_steps) if indices is not None]
+            drawn = [indices for indices in next(own_steps) if indices is not None]
+            shape = batch.targets.shape[int(len(examples) > 1) :]
+            own = [_own_places(part, indices, shape) for part, indices in zip(examples, drawn, strict=False)]
             seeds = example_seeds(seed_keys[: len(current)], number, torch.stack(own))
+            if isinstance(examples[0], GroupUnits):
+                seeds = seeds.unflatten(1, (-1, shape[1]))
             seeds = seeds if len(examples) > 1 else seeds[0]
             batch = replace(batch, inputs={**batch.inputs, EXAMPLE_SEEDS: seeds})
         if reads_ahead:
@@ -62,11 +66,13 @@ def iterate_batches(
 
 
 def collate(batches: Sequence[Batch]) -> Batch:
-    """Stack the batches of several clients into one of shape (client, example, ...).
+    """Stack the batches of several clients into one of shape (client, example, ...), or (client, group, member, ...).
 
     Smaller batches are padded with copies of their first example, which the mask excludes. Token sequences of different
     lengths are padded with zeros, and their targets with `IGNORE_INDEX`.
     """
+    if all(batch.mask is not None and batch.mask.ndim == 2 for batch in batches):
+        return _collate_groups(batches)
     sizes = [len(batch.targets) for batch in batches]
     longest = max(sizes)
 
@@ -87,6 +93,33 @@ def collate(batches: Sequence[Batch]) -> Batch:
         for row, batch in zip(mask, batches, strict=True):
             row[: len(batch.targets)] = 1.0 if batch.mask is None else batch.mask
     return Batch(inputs, join([batch.targets for batch in batches], IGNORE_INDEX), mask)
+
+
+def _collate_groups(batches: Sequence[Batch]) -> Batch:
+    """Stack batches of groups. Groups are widened to the same number of members; the rest is as for examples."""
+    width = max(batch.targets.shape[1] for batch in batches)
+
+    def flat(value: Tensor) -> Tensor:
+        missing = width - value.shape[1]
+        return torch.cat([value, value[:, :1].expand(-1, missing, *value.shape[2:])], 1).flatten(0, 1)
+
+    def mask_of(batch: Batch) -> Tensor:
+        assert batch.mask is not None
+        return torch.nn.functional.pad(batch.mask, (0, width - batch.mask.shape[1])).flatten()
+
+    whole = collate(
+        [
+            Batch({name: flat(value) for name, value in batch.inputs.items()}, flat(batch.targets), mask_of(batch))
+            for batch in batches
+        ]
+    )
+
+    def by_group(value: Tensor) -> Tensor:
+        return value.unflatten(1, (-1, width))
+
+    assert whole.mask is not None
+    inputs = {name: by_group(value) for name, value in whole.inputs.items()}
+    return Batch(inputs, by_group(whole.targets), by_group(whole.mask))
 
 
 def _shared_table(examples: Sequence[Examples]) -> Examples | None:
@@ -113,6 +146,15 @@ def _take_together(table: Examples, rows: Sequence[Tensor]) -> Batch:
     return Batch({name: by_client(value) for name, value in batch.inputs.items()}, by_client(batch.targets), mask)
 
 
+def _own_places(examples: Examples, indices: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the places of a client's examples in a batch of this shape, (example,); of all members for groups."""
+    if not isinstance(examples, GroupUnits):
+        return _padded(indices, shape[0])
+    rows, _ = examples.members(indices)  # (group, member)
+    rows = torch.cat([rows, rows[:, :1].expand(-1, shape[1] - rows.shape[1])], 1)
+    return _padded(rows.flatten(), shape[0] * shape[1])
+
+
 def _padded(rows: Tensor, longest: int) -> Tensor:
     """Pad row indices to a length with the first index, or with 0 if there is none."""
     first = rows[:1] if len(rows) else rows.new_zeros(1)
@@ -130,11 +172,11 @@ def _prefetch(sources: Sequence[Examples], step: Sequence[Tensor | None]) -> Non
 
 
 def _take(examples: Examples, indices: Tensor) -> Batch:
-    """Take a batch. An empty one becomes one masked example, because not all data supports an empty lookup."""
+    """Take a batch. An empty one becomes one masked unit, because not all data supports an empty lookup."""
     if len(indices):
         return examples.take(indices)
     batch = examples.take(torch.zeros(1, dtype=torch.long))
-    return Batch(batch.inputs, batch.targets, torch.zeros(1))
+    return Batch(batch.inputs, batch.targets, torch.zeros(1) if batch.mask is None else torch.zeros_like(batch.mask))
 
 
 def _place(batch: Batch, device: torch.device) -> Batch:

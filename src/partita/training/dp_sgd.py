@@ -1,4 +1,4 @@
-"""Per-example gradients, clipped and summed, for DP-SGD."""
+"""Gradients of single units, clipped and summed, for DP-SGD. A unit is an example or a group of examples."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from partita.core.dp_settings import DPSGDSettings
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 
-# (parameters, inputs and targets of a batch of one example) -> (value to differentiate, the task's loss)
-Loss = Callable[[Tensors, Tensors, Tensor], tuple[Tensor, Tensor]]
+# (parameters, inputs and targets of a batch of one example) -> (value to differentiate, the task's loss).
+# For a group: (parameters, inputs and targets of its members, their mask (member,)) -> the same, as means over members.
+Loss = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class NoiseSource:
 
     Attributes:
         key: The key.
-        batch: The expected batch size: the sum of gradients is divided by it, not by the actual batch size.
+        batch: The expected number of units: the sum of gradients is divided by it, not by the actual batch size.
     """
 
     key: Key
@@ -38,48 +39,57 @@ def clipped_sum(
     dp_settings: DPSGDSettings,
     one_by_one: bool = False,
 ) -> tuple[Tensors, Tensor]:
-    """Sum per-example gradients, each clipped to norm `clip` over all names together.
+    """Sum the gradients of units, each clipped to norm `clip` over all names together.
 
     Args:
-        loss: The loss of a batch of one example.
+        loss: The loss of one unit.
         trainable: The parameters to differentiate with respect to.
-        inputs: The inputs of the batch, each of shape (example, ...).
-        targets: The targets, of shape (example, ...).
-        mask: Shape (example,), zero for examples to leave out; None if all count.
+        inputs: The inputs of the batch, each of shape (example, ...), or (group, member, ...) for groups.
+        targets: The targets, of shape (example, ...) or (group, member, ...).
+        mask: Shape (example,), zero for examples to leave out; None if all count. For groups, (group, member).
         dp_settings: The clip and the microbatch size.
-        one_by_one: Whether to run the loss once for each example, for a model that `torch.vmap` does not support.
+        one_by_one: Whether to run the loss once for each unit, for a model that `torch.vmap` does not support.
 
     Returns:
-        `(sum by name, losses)`; the losses have shape (example,).
+        `(sum by name, losses)`; the losses have shape (unit,).
     """
     total: Tensors = {}
     losses: list[Tensor] = []
     size = 1 if one_by_one else dp_settings.microbatch or len(targets)
     gradients = gradient_of_one if one_by_one else per_example_gradients
+    members = mask if dp_settings.groups else None
+    counts = unit_mask(mask, dp_settings)
     for start in range(0, len(targets), size):
         here = slice(start, start + size)
-        grads, norms, task = gradients(loss, trainable, {k: value[here] for k, value in inputs.items()}, targets[here])
-        # Drop non-finite per-example gradients: a NaN in the sum would reveal that the example was present.
-        out = ~torch.isfinite(norms) if mask is None else ~torch.isfinite(norms) | (mask[here] == 0)
+        part = {name: value[here] for name, value in inputs.items()}
+        grads, norms, task = gradients(loss, trainable, part, targets[here], None if members is None else members[here])
+        # Drop non-finite gradients: a NaN in the sum would reveal that the unit was present.
+        out = ~torch.isfinite(norms) if counts is None else ~torch.isfinite(norms) | (counts[here] == 0)
         shares = (dp_settings.clip / norms).clamp(max=1.0).masked_fill(out, 0.0)
         for name, grad in grads.items():
             whole = grad.reshape(len(grad), -1).masked_fill(out.unsqueeze(1), 0.0)  # (example, element)
-            part = (shares.to(whole) @ whole).view(grad.shape[1:])
-            total[name] = total[name] + part if name in total else part
+            added = (shares.to(whole) @ whole).view(grad.shape[1:])
+            total[name] = total[name] + added if name in total else added
         losses.append(task)
     return total, torch.cat(losses)
 
 
+def unit_mask(mask: Tensor | None, dp_settings: DPSGDSettings) -> Tensor | None:
+    """Return which units count, (unit,): of groups, those with a member that counts. None if all count."""
+    return mask if mask is None or not dp_settings.groups else (mask != 0).any(1).to(mask)
+
+
 def per_example_gradients(
-    loss: Loss, trainable: Tensors, inputs: Tensors, targets: Tensor
+    loss: Loss, trainable: Tensors, inputs: Tensors, targets: Tensor, members: Tensor | None = None
 ) -> tuple[Tensors, Tensor, Tensor]:
-    """Compute the gradient of each example.
+    """Compute the gradient of each example, or of each group.
 
     Args:
         loss: Returns `(loss, task's loss)` of a batch of one example, from the parameters, inputs and targets.
         trainable: The parameters, without a client dimension.
-        inputs: The inputs by name, each of shape (example, ...).
-        targets: The targets, of shape (example, ...).
+        inputs: The inputs by name, each of shape (example, ...), or (group, member, ...).
+        targets: The targets, of shape (example, ...) or (group, member, ...).
+        members: Which members of each group count, (group, member); None if the units are examples.
 
     Returns:
         `(gradients by name, norms, losses)`: gradients of shape (example, ...), norms over all names of shape
@@ -89,21 +99,31 @@ def per_example_gradients(
     def one(trainable: Tensors, inputs: Tensors, target: Tensor) -> tuple[Tensor, Tensor]:
         return loss(trainable, {name: value.unsqueeze(0) for name, value in inputs.items()}, target.unsqueeze(0))
 
-    grads, losses = torch.vmap(torch.func.grad(one, has_aux=True), in_dims=(None, 0, 0))(trainable, inputs, targets)
+    if members is None:
+        grads, losses = torch.vmap(torch.func.grad(one, has_aux=True), in_dims=(None, 0, 0))(trainable, inputs, targets)
+    else:
+        grads, losses = torch.vmap(torch.func.grad(loss, has_aux=True), in_dims=(None, 0, 0, 0))(
+            trainable, inputs, targets, members
+        )
     return grads, _norms(grads), losses
 
 
-def gradient_of_one(loss: Loss, trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensors, Tensor, Tensor]:
-    """Compute what `per_example_gradients` does for a batch of one example, without `torch.vmap`."""
+def gradient_of_one(
+    loss: Loss, trainable: Tensors, inputs: Tensors, targets: Tensor, members: Tensor | None = None
+) -> tuple[Tensors, Tensor, Tensor]:
+    """Compute what `per_example_gradients` does for a batch of one unit, without `torch.vmap`."""
     leaves = {name: value.detach().requires_grad_() for name, value in trainable.items()}
     with torch.enable_grad():
-        value, task = loss(leaves, inputs, targets)
+        if members is None:
+            value, task = loss(leaves, inputs, targets)
+        else:
+            value, task = loss(leaves, {name: part[0] for name, part in inputs.items()}, targets[0], members[0])
     found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
     grads = {name: grad.unsqueeze(0) for name, grad in zip(leaves, found, strict=True)}
     return grads, _norms(grads), task.detach().unsqueeze(0)
 
 
 def _norms(grads: Tensors) -> Tensor:
-    """Return the norm of each example's gradient over all names, (example,)."""
+    """Return the norm of each unit's gradient over all names, (unit,)."""
     squares = [grad.reshape(len(grad), -1).square().sum(1) for grad in grads.values()]
     return torch.stack(squares).sum(0).sqrt()

@@ -1,4 +1,4 @@
-"""Gradients of DP-SGD: per-example gradients, clipped and summed, with Gaussian noise."""
+"""Gradients of DP-SGD: gradients of examples or groups, clipped and summed, with Gaussian noise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partita.core.dp_settings import DPSGDSettings
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.tensors import Slots, Tensors
 from partita.training.client_axis import ClientAxis, ClientVmap, VmapError
-from partita.training.dp_sgd import Loss, NoiseSource, clipped_sum
+from partita.training.dp_sgd import Loss, NoiseSource, clipped_sum, unit_mask
 from partita.training.ghost_clipping import CHECKED_EXAMPLES, GhostError, check_norms, ghost_sum
 from partita.training.objective import Objective, masked_mean, rule_batch
 
@@ -57,7 +57,10 @@ class PrivateGradients:
         sources = self.noise_sources[:count]
         std = self.dp_settings.noise * self.dp_settings.clip
         if not self.steps and not self.axis.many:
-            self.one_by_one = bool(self.objective.model.why_one_by_one(values[-3]))
+            inputs: Tensors = values[-3]
+            if self.dp_settings.groups:
+                inputs = {name: value.flatten(0, 1) for name, value in inputs.items()}  # (member of any group, ...)
+            self.one_by_one = bool(self.objective.model.why_one_by_one(inputs))
             if self.dp_settings.clipping == "auto":
                 self.ghost = self.ghost and not self.one_by_one  # it checks its norms with torch.vmap
         with torch.no_grad():
@@ -85,12 +88,16 @@ class PrivateGradients:
         """The sum of clipped gradients, the gradient of penalties that read no examples, and the task's loss."""
         model, ctx = self.objective.model, self.objective.context(anchor, sent, memory)
 
-        def of_one(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+        def of_one(
+            trainable: Tensors, inputs: Tensors, targets: Tensor, members: Tensor | None = None
+        ) -> tuple[Tensor, Tensor]:
+            """The loss of one example, or the mean loss of a group's members."""
             params = {**frozen, **trainable}
             with self.objective.autocast(cache=False):  # only here: norms, sums and noise stay in float32
                 out = model(params, inputs).with_logits()
-                task = self.objective.losses(out, targets).sum()
-                penalties = self.objective.penalties(out, params, rule_batch(inputs, targets), ctx, per_example=True)
+                task = masked_mean(self.objective.losses(out, targets), members)
+                unit = rule_batch(inputs, targets, members)
+                penalties = self.objective.penalties(out, params, unit, ctx, per_example=True)
                 return sum(penalties, start=task), task
 
         def of_none(trainable: Tensors) -> Tensor:
@@ -99,7 +106,7 @@ class PrivateGradients:
             return sum(penalties, start=next(iter(trainable.values())).new_zeros(()))
 
         total, losses = self._clipped_sum(of_one, trainable, frozen, Batch(inputs, targets, mask))
-        return total, torch.func.grad(of_none)(trainable), masked_mean(losses, mask)
+        return total, torch.func.grad(of_none)(trainable), masked_mean(losses, unit_mask(mask, self.dp_settings))
 
     def _clipped_sum(self, of_one: Loss, trainable: Tensors, frozen: Tensors, batch: Batch) -> tuple[Tensors, Tensor]:
         elements = len(batch.targets) * sum(value.numel() for value in trainable.values())
@@ -140,7 +147,7 @@ class PrivateGradients:
     def _ghost_possible(self) -> bool:
         """Whether ghost clipping is possible: not for a block, and not if a rule has a per-example penalty."""
         clipping, many = self.dp_settings.clipping, self.axis.many
-        if clipping == "direct":
+        if clipping == "direct" or self.dp_settings.groups:  # the norms are those of single examples
             return False
         possible = not many and not any(rule.per_example for rule in self.objective.run.method.client_rules)
         if clipping == "ghost" and not possible:
