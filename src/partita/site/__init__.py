@@ -1,0 +1,1 @@
+"""What runs at a site: its settings, its policy, its own program and its log."""
