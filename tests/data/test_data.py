@@ -22,7 +22,7 @@ from partita.core.rng import Key
 from partita.data import INDEX, DataError, Federation, Subset, Table, Task, load, split
 from partita.data.client_ids import NamedClients, NumberedClients
 from partita.data.images import Normalize
-from partita.data.task import ClientSplit, Partition, group_by_client
+from partita.data.partition import ClientSplit, Partition, group_by_client
 
 quick = settings(max_examples=30, deadline=None)
 

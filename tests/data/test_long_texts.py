@@ -376,6 +376,29 @@ def test_privacy_of_examples_is_refused_for_windows(tmp_path: Path, bert: Path) 
         build_experiment(parse(raw))
 
 
+def test_privacy_by_group_hides_all_windows_of_all_texts_of_a_group(tmp_path: Path, bert: Path) -> None:
+    rows = notes()
+    folder = write(tmp_path / "data", rows)
+    (folder / "test.jsonl").write_text("".join(json.dumps({**row, "site": "other"}) + "\n" for row in rows[-6:]))
+    tables = {"privacy": {"noise": 1.0, "delta": 1e-3, "unit": "group", "group": "site"}, "evaluate": {}}
+    raw = config("single", folder, bert, data={"long_texts": "windows"}, **tables)
+    raw["split"], raw["federation"] = {"name": "groups", "column": "site", "clients": 1}, {}
+    experiment = build_experiment(parse(raw))
+    federation = experiment.federation
+    train = federation[federation.clients[0]].train
+    assert experiment.guard is not None
+    assert isinstance(train, Subset)
+    assert train.groups is not None
+    assert dict(experiment.guard.sizes) == {federation.clients[0]: len(train.groups.unique())}
+    texts = federation.task.train.documents[train.indices]  # type: ignore[union-attr]
+    assert len(texts.unique()) < len(texts), "texts have several windows"
+    names = federation.task.columns["site"][texts.numpy()]
+    for group in train.groups.unique():
+        assert len(set(names[(train.groups == group).numpy()])) == 1
+    [row] = start(parse({**raw, "rounds": 1}), tmp_path / "run")
+    assert row["privacy"]["epsilon"] > 0
+
+
 def test_counts_of_cut_texts_are_withheld_under_privacy(tmp_path: Path, bert: Path) -> None:
     tables = {"privacy": {"noise": 1.0, "delta": 1e-3, "repeatable": True, "unit": "client"}, "evaluate": {}}
     for private, recorded in (False, "tokens are not read"), (True, "withheld"):

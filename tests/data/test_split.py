@@ -20,7 +20,7 @@ from scipy import stats
 from partita.core.options import OptionError
 from partita.core.rng import Key
 from partita.data import SPLITS, DataError, Federation, Table, Task, split
-from partita.data.task import ClientSplit, Partition
+from partita.data.partition import ClientSplit, Partition
 
 needs_flwr = pytest.mark.skipif(
     importlib.util.find_spec("flwr_datasets") is None, reason="the reference, flwr-datasets, is not installed"

@@ -19,7 +19,7 @@ from partita.core.options import OptionError
 from partita.core.settings import RunError
 from partita.experiment import run_folder
 from partita.experiment.builder import build
-from partita.experiment.compare import _settings
+from partita.experiment.compare import load_method
 from partita.experiment.config import apply_override, differences, parse, settings_by_key
 from partita.experiment.recorded_model import load_model
 from partita.experiment.runner import resume, start
@@ -161,4 +161,4 @@ def test_compared_methods_show_the_options_of_their_adapter(tmp_path: Path) -> N
         "fedavg(model.adapter={rank=2, dora=true})": "fedavg(model.adapter.rank=2, model.adapter.dora=true)",
         "fedprox(mu=0.5, training.lr=0.3)": "fedprox(mu=0.5, training.lr=0.3)",
     }
-    assert {spec: _settings(tmp_path / "c.toml", [], spec).label for spec in labels} == labels
+    assert {spec: load_method(tmp_path / "c.toml", [], spec).label for spec in labels} == labels

@@ -50,7 +50,9 @@ def test_overwriting_deletes_only_what_a_run_wrote(config: Config, tmp_path: Pat
     list(start(config, folder))
     for name in ("report.html", "audit.json", "samples.json", "checkpoints/.000009-ab.safetensors.77.part"):
         (folder / name).write_text("by partita")
-    own = {"notes.txt", "clients/notes.txt", "checkpoints2/000001-x.safetensors", "private/key"}
+    (folder / "track" / "mlflow" / "artifacts").mkdir(parents=True)
+    (folder / "track" / "mlflow" / "artifacts" / "clients.json").write_text("by partita")
+    own = {"notes.txt", "track/notes.txt", "clients/notes.txt", "checkpoints2/000001-x.safetensors", "private/key"}
     for name in own:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("mine")

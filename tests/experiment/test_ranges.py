@@ -214,7 +214,7 @@ def count_texts(hint: Any) -> int:
     "change",
     [
         "checkpoint.every=0",
-        "evaluate.every=0",
+        "evaluate.every=-1",
         "evaluate.personal_every=-1",
         "evaluate.max_clients=0",
         "evaluate.max_clients=-1",

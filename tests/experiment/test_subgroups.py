@@ -97,9 +97,9 @@ def test_the_report_shows_types_and_subgroups(tmp_path: Path) -> None:
     path = folder / "config.toml"
     path.write_text(path.read_text() + 'subgroups = "sex"\n')
     text = page([load_run(folder)], tmp_path / "page.html").read_text()
-    cells = "".join(f"<td>{cell}</td>" for cell in ("Drug", "fedavg", "7", "50.0", "25.0", "33.3", "62.5"))
-    assert f"<tr>{cells}</tr>" in text
+    cells = "".join(f"<td>{cell}</td>" for cell in ("fedavg", "7", "50.0", "25.0", "33.3", "62.5"))
+    assert f'<tr><th scope="row">Drug</th>{cells}</tr>' in text
     for name, *rest in (("f", "40", "75.0"), ("&lt;m&gt; *", "9", "50.0"), ("gap", "", "12.5")):
-        assert "".join(f"<td>{cell}</td>" for cell in (name, *rest)) in text
+        assert f'<th scope="row">{name}</th>' + "".join(f"<td>{cell}</td>" for cell in rest) in text
     plain = write_run(tmp_path / "plain", "fedavg", 0, rounds=2)
     assert "Scores in detail" not in page([load_run(plain)], tmp_path / "plain.html").read_text()

@@ -119,7 +119,7 @@ def test_the_report_shows_mean_spread_and_worst(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "fedavg", 0, rounds=1, edit=lambda row: {**row, "unseen": {"accuracy": values}})
     text = page([load_run(folder)], tmp_path / "page.html").read_text()
     spread = f"{100 * np.std(list(values.values()), ddof=1):.1f}"
-    assert "".join(f"<td>{cell}</td>" for cell in ("fedavg", "5", "20.0", spread, "0.0")) in text
+    assert "fedavg</th>" + "".join(f"<td>{cell}</td>" for cell in ("5", "20.0", spread, "0.0")) in text
 
 
 def test_sites_refuse_unseen_clients(tmp_path: Path) -> None:
@@ -127,4 +127,4 @@ def test_sites_refuse_unseen_clients(tmp_path: Path) -> None:
     path.write_text('[method]\nname = "fedavg"\n')
     assert load_config(path) == _settings(path, {})
     with pytest.raises(FlowerError, match=r"split\.unseen is for simulations"):
-        _settings(path, {}, "split.name=iid", "split.clients=3", "split.unseen=1")
+        _settings(path, {"set": "split.name=iid split.clients=3 split.unseen=1"})

@@ -171,22 +171,23 @@ def test_samples_in_the_report_are_escaped_and_shortened(llama: Path, tmp_path: 
     found["samples"][0] |= {"after": "<script>alert(1)</script>", "prompt": "long " * 1000}
     file.write_text(json.dumps(found))
     text = page([load_run(tmp_path / "run")], tmp_path / "report.html").read_text()
-    assert "<h2>Samples</h2>" in text
+    assert 'id="samples"' in text
     assert "&lt;script&gt;" in text
     assert "<script>alert" not in text
     assert text.count("long ") < 300
     file.unlink()
-    assert "<h2>Samples</h2>" not in page([load_run(tmp_path / "run")], tmp_path / "report.html").read_text()
+    assert 'id="samples"' not in page([load_run(tmp_path / "run")], tmp_path / "report.html").read_text()
 
 
-def test_samples_are_off_by_default_and_named_by_a_private_run(llama: Path, tmp_path: Path) -> None:
-    raw = config_of(llama, data={"pack": False}, method={"name": "fedavg"})
+def test_samples_are_off_by_default_and_refused_by_a_private_run(llama: Path, tmp_path: Path) -> None:
+    raw = config_of(llama, data={"pack": False})
     raw["method"] = {"name": "fedavg"}
     raw |= {"rounds": 1, "privacy": {"noise": 1.0}, "evaluate": {"samples": 1, "personal_every": 0}}
-    list(start(parse(raw), tmp_path / "private"))
-    assert (tmp_path / "private" / "samples.json").exists()
-    told = json.loads((tmp_path / "private" / "privacy.json").read_text())["not_covered"]
-    assert any(line.startswith("samples.json: texts of the central test set") for line in told)
+    with pytest.raises(
+        RunError, match=r"evaluate\.samples is 1, but .* a private run records no example; leave it out"
+    ):
+        list(start(parse(raw), tmp_path / "private"))
+    assert not (tmp_path / "private").exists()
     assert parse({"method": {"name": "fedavg"}}).evaluate.samples == 0
 
 
@@ -196,7 +197,7 @@ def test_samples_are_off_by_default_and_named_by_a_private_run(llama: Path, tmp_
         ({"method": {"name": "fedper"}}, "with fedper every client has a model of its own"),
         (
             {"data": {"name": "lm", "text": "text"}},
-            "evaluate.samples is 2, but a task of kind 'lm' generates no text",
+            "evaluate.samples is 2, but a task of kind 'lm' has no label or text",
         ),
     ],
 )
@@ -230,7 +231,7 @@ def exported(llama: Path, tmp_path: Path, shell: Shell) -> Callable[..., Path]:
         raw["method"] = tables.get("method", {"name": "fedavg"})
         raw["rounds"] = 1
         list(start(parse(raw), tmp_path / "run"))
-        code, out, _ = shell("export", tmp_path / "run", tmp_path / "exported")
+        code, out, _ = shell("export", tmp_path / "run", "--to", tmp_path / "exported")
         assert code == 0
         assert "lm_eval --model hf --model_args pretrained=" in out
         return tmp_path / "exported"
@@ -256,7 +257,7 @@ def test_an_exported_model_chats_in_transformers(exported: Callable[..., Path], 
             atol=1e-5,
             rtol=1e-5,
         )
-    code, _, told = shell("export", tmp_path / "run", folder)
+    code, _, told = shell("export", tmp_path / "run", "--to", folder)
     assert code == 1
     assert "exists already" in told
 

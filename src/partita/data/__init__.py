@@ -10,6 +10,7 @@ from partita.core.registry import call, find_function
 from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.few_shot import draw_shots, hold_out_classes
+from partita.data.loading import hold_out_groups
 from partita.data.split import SPLITS, split
 from partita.data.task import Federation, Subset, Table, Task
 
@@ -44,6 +45,7 @@ def load(
         "last classes that no client trains on: a number, or a fraction with a decimal point; the test is on the "
         "others, and on these",
     ] = None,
+    together: str | None = None,
     **options: Any,
 ) -> Task:
     """Load a task.
@@ -53,13 +55,15 @@ def load(
         key: Key for random draws. Passed to tasks that take one.
         shots: Train rows of each class. Default: all.
         new_classes: Number or share of the classes that no client trains on.
+        together: Column whose equal values stay together if a test part is held out. Default: single rows are held out.
         **options: Options of the task.
     """
     make = find_function(INDEX, name, "data")
     options = validate_options(make, options, "data", given=["key"], name=name, others=("shots", "new_classes"))
     if "key" in inspect.signature(make).parameters:
         options["key"] = key
-    task: Task = call(make, (Task,), name, "data", **options)
+    with hold_out_groups(together):
+        task: Task = call(make, (Task,), name, "data", **options)
     task = hold_out_classes(task, new_classes) if new_classes else task
     return task if shots is None else draw_shots(task, shots, key)
 

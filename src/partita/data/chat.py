@@ -92,9 +92,8 @@ def chat(
         settings = ("chat", chosen.source, str(max_length), long_texts, which, repr(columns), content)
         made = partial(_chunks, part, columns, chosen, encode, which, long_texts)
         rows = collect(made, digest(encode.digest, *settings) if on_disk else "")
-        assert rows.documents is not None
-        sources = rows.documents.unique_consecutive().numpy()
-        if not len(sources):
+        sources = np.empty(0, np.int64) if rows.documents is None else rows.documents.unique_consecutive().numpy()
+        if not len(sources) and len(part.rows):
             raise DataError(
                 f"no conversation of {part.where} has a token of an answer among its first {max_length} tokens; raise "
                 f"data.max_length (up to {encode.longest:,} with this model)"
@@ -181,15 +180,20 @@ def _example(encoded: Encoded, answers: Answers) -> tuple[list[int], list[int]]:
     return encoded.ids[: end - 1], targets
 
 
+def answer_example(encoded: Encoded) -> tuple[list[int], list[int]]:
+    """Return the tokens that a model reads, and as targets those of the last answer."""
+    return _example(encoded, "last")
+
+
 def _table(rows: TokenRows, part: DatasetPart, columns: ChatColumns, limit: int) -> RaggedExamples | ChoiceExamples:
     examples = from_rows(rows, limit)
     if columns.choices is None:
         return examples
-    assert rows.documents is not None
     assert columns.answer is not None
-    kept, counts = rows.documents.unique_consecutive(return_counts=True)
+    documents = torch.empty(0, dtype=torch.long) if rows.documents is None else rows.documents
+    kept, counts = documents.unique_consecutive(return_counts=True)
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return ChoiceExamples(examples, first, torch.tensor(part.values(columns.answer))[kept])
+    return ChoiceExamples(examples, first, torch.tensor(part.values(columns.answer), dtype=torch.long)[kept])
 
 
 def _notes(

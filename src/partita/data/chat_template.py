@@ -56,6 +56,20 @@ class ChatTemplate:
             return self._by_marks(conversations, row)
         return self._by_prefixes(conversations, row)
 
+    def prompts(self, conversations: Sequence[Messages], row: Callable[[int], str]) -> list[list[int]]:
+        """Return the tokens of conversations up to where an answer starts.
+
+        Args:
+            conversations: The messages of each conversation. The last message is not an answer.
+            row: Names a conversation, by its place, in an error message.
+
+        Raises:
+            DataError: If the template fails.
+        """
+        texts = [self._render(messages, row(place), True)[0] for place, messages in enumerate(conversations)]
+        ids: list[list[int]] = self._tokenize(texts)["input_ids"]
+        return ids
+
     @cached_property
     def _marks_answers(self) -> bool:
         return bool(MARKS_ANSWERS.search(self.source)) and self.tokenizer.is_fast

@@ -119,6 +119,33 @@ def read_conversations(part: DatasetPart, columns: ChatColumns) -> Iterator[list
         ]
 
 
+def read_prompt(row: str, values: Mapping[str, Any], columns: ChatColumns) -> Conversation:
+    """Return what a model answers: the messages of a row without an answer at their end, and its choices if it has any.
+
+    Args:
+        row: Names the row in an error message.
+        values: The values of the row by column.
+        columns: The columns; `output` and `answer` are not read.
+
+    Raises:
+        DataError: If a column is missing, or the row cannot be read.
+    """
+    for name in columns.names():
+        if name not in values and name != columns.input:
+            raise DataError(f"{row} has no column '{name}'; {closest_match(name, values)}")
+    if columns.messages is not None:
+        messages = _messages(row, columns.messages, values[columns.messages])
+    else:
+        messages = _from_texts(row, {**values, **({columns.input: values.get(columns.input)} if columns.input else {})},
+                               columns)  # fmt: skip
+    while messages and messages[-1]["role"] == ASSISTANT:
+        messages = messages[:-1]
+    if not messages:
+        raise DataError(f"{row} has no message to answer; add one")
+    choices = () if columns.choices is None else _choices(row, columns.choices, values[columns.choices])
+    return Conversation(messages, choices)
+
+
 def _conversation(row: str, values: Mapping[str, Any], columns: ChatColumns) -> Conversation:
     if columns.messages is not None:
         messages = _messages(row, columns.messages, values[columns.messages])

@@ -12,7 +12,8 @@ from partita.core.options import Count, closest_match
 from partita.core.rng import Key
 from partita.data.client_ids import NumberedClients
 from partita.data.errors import DataError, first_line, need
-from partita.data.task import Partition, Task, group_by_client
+from partita.data.partition import Partition, group_by_client
+from partita.data.task import Task
 
 ROW_COLUMN = "__row__"  # no task column has this name
 

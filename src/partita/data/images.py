@@ -86,7 +86,7 @@ def images(
         channels,
         size=side_of(train),
         normalization=(mean, std),
-        notes=storage_notes(train),
+        notes=storage_notes(held_out),
         test_columns=test_columns,
     )
 
@@ -134,13 +134,18 @@ def read_images(
     Raises:
         DataError: If an image cannot be decoded, or images differ in size.
     """
-    readers = [_reader(part, column, size, channels) for part in (source.train, source.test)]
-    if readers[0].side != readers[1].side:
+    parts = [part for part in (source.train, source.test) if len(part.rows)]
+    readers = [_reader(part, column, size, channels) for part in parts]
+    if readers[0].side != readers[-1].side:
         raise DataError(f"images of '{source.path}' differ in size between train and test; set size to resize them")
     total = sum(len(reader) * channels * reader.side**2 for reader in readers)
     in_memory = fits_memory(total, limit)
     tables: list[ImageTable] = []
-    for reader, of_rows in zip(readers, targets, strict=True):
+    of_parts = list(targets)
+    if len(readers) == 1:  # nothing is trained
+        shape = (0, channels, readers[0].side, readers[0].side)
+        tables.append(Table({"pixel_values": torch.empty(shape, dtype=torch.uint8)}, of_parts.pop(0), normalize))
+    for reader, of_rows in zip(readers, of_parts, strict=True):
         if in_memory:
             tables.append(Table({"pixel_values": _pixels(reader)}, of_rows, normalize))
         else:

@@ -98,6 +98,8 @@ def check_classes(source: Dataset, column: str, classes: Sequence[str], rows: Se
         DataError: If there is no other class. If there is one, but no train row has it, this is a warning.
     """
     used = {frozenset(row) for row in rows}
+    if not used:  # nothing is trained
+        return
     [first, *others] = used
     if others or len(first) != 1:
         return

@@ -55,6 +55,9 @@ def _blocks(
 ) -> tuple[RaggedExamples, list[str]]:
     """Return the blocks and the group of each block."""
     rows = collect(lambda _: _streams(part, text, encode), digest(encode.digest, "lm", content) if on_disk else "")
+    if not len(part.rows):  # nothing is trained
+        nothing = torch.empty(0, dtype=torch.int32)
+        return RaggedExamples(nothing, torch.zeros(1, dtype=torch.long), nothing, encode.limit, each_token=True), []
     groups = _groups(part, text, group)
     of_group: dict[str, list[int]] = {}
     for row, name in enumerate(groups):

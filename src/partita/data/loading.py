@@ -7,6 +7,8 @@ import json
 import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -20,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from partita.core.group_units import number_groups
 from partita.core.hub import offline_reason
 from partita.core.options import Count, Range, closest_match
 from partita.core.rng import Key
@@ -37,6 +40,10 @@ REMEDY = (
     "give a file (parquet, csv, json, jsonl), a folder with train and test files of these types, a folder of images in "
     "train/CLASS/, a folder written by save_to_disk, or a Hub id, 'owner/name'"
 )
+
+# The column whose equal values stay together if a test part is held out. Set by `hold_out_groups`, because every reader
+# of files holds out in the same way and none of them has a reason to know.
+_HELD_TOGETHER: ContextVar[str | None] = ContextVar("held_together", default=None)
 
 Targets = TypeVar("Targets", Tensor, list[Any])  # targets of the rows of a part
 Opener = Callable[[], Any]  # returns a datasets.Dataset
@@ -162,7 +169,7 @@ class DatasetPart:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A dataset with a train and a test part."""
+    """A dataset with a train and a test part. The train part is empty if a model is only evaluated."""
 
     name: str
     path: str | Path
@@ -172,7 +179,7 @@ class Dataset:
 
 
 def load_dataset(
-    path: str | Path,
+    path: str | Path | Dataset,
     key: Key,
     config: str | None = None,
     test: float | str = 0.2,
@@ -181,7 +188,7 @@ def load_dataset(
     """Load the train and test parts of a dataset.
 
     Args:
-        path: File, folder, or Hub id.
+        path: File, folder, or Hub id. A dataset that is opened already is returned as it is.
         key: Key for the random train/test split.
         config: Configuration of a Hub dataset.
         test: Name of the part to test on. A number is the share of the rows to hold out if there is no part "test".
@@ -190,6 +197,8 @@ def load_dataset(
     Raises:
         DataError: If the dataset cannot be read or a part is missing.
     """
+    if isinstance(path, Dataset):
+        return path
     need("datasets", "data")
     parts = _parts(path, config) if parts is None else parts
     place = Path(path).resolve()
@@ -202,6 +211,36 @@ def load_dataset(
     if isinstance(test, str) or "test" in parts:
         return Dataset(name, path, train, _open_part(parts, test if isinstance(test, str) else "test", path), cut=False)
     return Dataset(name, path, *_hold_out(train, test, key), cut=True)
+
+
+@contextmanager
+def hold_out_groups(column: str | None) -> Iterator[None]:
+    """Within this context, rows with the same value of a column are held out for the test part together, or not at all.
+
+    Args:
+        column: The column; None to hold out single rows.
+    """
+    before = _HELD_TOGETHER.set(column)
+    try:
+        yield
+    finally:
+        _HELD_TOGETHER.reset(before)
+
+
+def refuse_missing(values: Iterable[Any], column: str, rows: str) -> None:
+    """Raise a DataError if rows have no value in a column that names their group.
+
+    Args:
+        values: The values of the column; a missing one is empty.
+        column: The column.
+        rows: What the rows are, in the message.
+    """
+    named = [bool(str(value).strip()) for value in values]
+    if missing := named.count(False):
+        raise DataError(
+            f"{missing:,} of {len(named):,} {rows} have no value in column '{column}', which names the group of a row; "
+            "fill them in, or remove the rows"
+        )
 
 
 def open_parts(
@@ -278,15 +317,23 @@ def _open_part(parts: Mapping[str, Opener], name: str, path: str | Path) -> Data
 
 
 def _hold_out(part: DatasetPart, share: float, key: Key) -> tuple[DatasetPart, DatasetPart]:
-    count = floor(len(part.rows) * Fraction(str(share)))
-    if not 0 < count < len(part.rows):
+    column = _HELD_TOGETHER.get()
+    grouped = column is not None and column in part.data.column_names
+    groups = np.arange(len(part.rows))
+    if grouped:
+        values = ["" if value is None else str(value) for value in part.values(str(column))]
+        refuse_missing(values, str(column), f"rows of {part.where}")
+        groups = number_groups(np.array(values))
+    total = int(groups.max()) + 1
+    count = floor(total * Fraction(str(share)))
+    if not 0 < count < total:
+        what = f"different values of '{column}' in" if grouped else "rows of"
         raise DataError(
-            f"there is no test part, and test = {share} would hold out {count} of the {len(part.rows)} rows of "
-            f"{part.where}; add a test part, or set a share between 0 and 1 that leaves rows in both parts"
+            f"there is no test part, and test = {share} would hold out {count} of the {total} {what} {part.where}; add "
+            "a test part, or set a share between 0 and 1 that leaves rows in both parts"
         )
-    order = (key / "test").permutation(len(part.rows)).numpy()
-    held, kept = np.sort(order[:count]), np.sort(order[count:])
-    return part.select(kept), part.select(held)
+    drawn = np.isin(groups, (key / "test").permutation(total).numpy()[:count])
+    return part.select(np.flatnonzero(~drawn)), part.select(np.flatnonzero(drawn))
 
 
 def _parts(path: str | Path, config: str | None) -> dict[str, Opener]:

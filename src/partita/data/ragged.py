@@ -95,6 +95,8 @@ def from_rows(rows: TokenRows, limit: int, targets: Tensor | None = None) -> Rag
         targets: One target per row, (row, ...). Default: one per token, from the rows.
     """
     of_tokens = rows.targets if targets is None else targets
+    if of_tokens is None and not len(rows.ids):
+        of_tokens = rows.ids
     assert of_tokens is not None
     return RaggedExamples(
         rows.ids,

@@ -99,7 +99,7 @@ def image_regression(
         side_of(train),
         IMAGE_REGRESSION,
         normalization=(mean, std),
-        notes=storage_notes(train),
+        notes=storage_notes(held_out),
         test_columns=test_columns,
     )
 
@@ -140,7 +140,7 @@ def _numbers(part: DatasetPart, column: str) -> Tensor:
                 f"{part.row(place)} has {format_value(value)} in '{column}', which is not a number; correct it, remove "
                 "the row, or name another column"
             )
-    if isinstance(values[0], str):  # one value that is not a number makes a whole column of a CSV file text
+    if values and isinstance(values[0], str):  # one value that is not a number makes a whole column of a CSV file text
         raise DataError(f"column '{column}' of {part.where} holds numbers as text; convert the column to numbers")
     numbers = torch.tensor(values, dtype=torch.float32)
     for place in (~numbers.isfinite()).nonzero().flatten()[:1].tolist():

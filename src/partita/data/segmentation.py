@@ -77,9 +77,10 @@ def segmentation(
     in train/ and test/. Images are treated as by the task `images`; masks are resized to the nearest pixel.
     """
     normalize = normalization(mean, std, channels)
-    source = load_dataset(path, key, config, test, mask_folders(Path(path), image, mask))
+    folders = None if isinstance(path, Dataset) else mask_folders(Path(path), image, mask)
+    source = load_dataset(path, key, config, test, folders)
     source, _ = limit_rows(source, limit, key)
-    columns = source.train.columns(image, mask)
+    columns, test_columns = (part.columns(image, mask) for part in (source.train, source.test))
     pictures, masks = (
         replace(source, train=open_images(source, source.train, name), test=open_images(source, source.test, name))
         for name in (image, mask)
@@ -101,7 +102,8 @@ def segmentation(
         side_of(train),
         SEGMENTATION,
         normalization=(mean, std),
-        notes=storage_notes(train),
+        notes=storage_notes(held_out),
+        test_columns=test_columns,
     )
 
 
@@ -237,5 +239,5 @@ def _targets(
                 f"{len(classes) - 1}; correct the mask, name more classes in data.classes, or set data.ignore to the "
                 "number of pixels without a label"
             )
-    targets = torch.from_numpy(np.stack(numbers)).to(torch.int16)
+    targets = torch.from_numpy(np.stack(numbers) if numbers else np.empty(0, np.uint8)).to(torch.int16)
     return targets if ignore is None else targets.masked_fill_(targets == ignore, IGNORE_INDEX)

@@ -59,10 +59,11 @@ def seq2seq(
     for name, option, most in (("source", "max_length", max_length), ("target", TARGET, max_target_length)):
         if cut[name]:
             count = f"{cut[name]:,} of {len(train) + len(held_out):,}"
-            notes.append(f"{count} {name} texts of '{path}' are longer than {most} tokens, and their rest is not read")
+            what = f"{count} {name} texts of '{data.path}'"
+            notes.append(f"{what} are longer than {most} tokens, and their rest is not read")
             warnings.warn(f"{notes[-1]}; to read more, raise data.{option}", stacklevel=2)
-    columns = data.train.columns(source, target)
-    return text_task(data.name, train, held_out, (), columns, SEQ2SEQ, sources.tokenizer, tuple(notes))
+    columns, test_columns = (part.columns(source, target) for part in (data.train, data.test))
+    return text_task(data.name, train, held_out, (), columns, SEQ2SEQ, sources.tokenizer, tuple(notes), test_columns)
 
 
 TARGET = "max_target_length"

@@ -10,7 +10,8 @@ from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.data.client_ids import NamedClients
 from partita.data.errors import DataError
-from partita.data.task import Partition, Task
+from partita.data.partition import Partition
+from partita.data.task import Task
 
 
 def site(

@@ -26,7 +26,9 @@ from partita.core.registry import call, find_function
 from partita.core.rng import Key
 from partita.data.client_ids import NamedClients, NumberedClients
 from partita.data.errors import DataError
-from partita.data.task import ClientSplit, Federation, Ints, Partition, Task, WindowParts, group_by_client
+from partita.data.groups import by_example, check_test_groups, row_groups
+from partita.data.partition import ClientSplit, Ints, Partition, WindowParts, group_by_client
+from partita.data.task import Federation, Task
 
 ATTEMPTS = 50
 UNNAMED = "unnamed"  # name of the client whose value is missing
@@ -61,6 +63,7 @@ def split(
         "clients that take no part, on whose test parts the model is tested: a number, or a fraction with a decimal "
         "point",
     ] = None,
+    together: str | None = None,
     **options: Any,
 ) -> Federation:
     """Split the train rows among clients, and each client's rows into train, validation and test parts.
@@ -73,8 +76,17 @@ def split(
         validation: Share of each client's rows for its validation part.
         test: Share of each client's rows for its test part.
         unseen: Number or share of the clients that take no part.
+        together: Column with the group of a row, such as its patient. A group is in one part of a client only, and the
+            shares are shares of its groups. Default: rows have no groups.
         **options: Options of the split.
+
+    Raises:
+        DataError: If the split is impossible, or the column of groups is missing or has rows without a value.
     """
+    groups = None
+    if together is not None:
+        groups = row_groups(task, together)
+        check_test_groups(task, together)
     make_partition = find_function(SPLITS, name, "split")
     given = options if clients is None else {"clients": clients, **options}
     own = validate_options(
@@ -90,9 +102,9 @@ def split(
             NamedClients(names) for names in (partition.clients[:-count], partition.clients[-count:])
         )
     # Use exact decimals: a share of 0.29 of 100 rows is 29 rows, but in binary floating point it rounds down to 28.
-    cut = ClientSplit(partition, key / "parts", Fraction(str(validation)), Fraction(str(test)))
+    cut = ClientSplit(partition, key / "parts", Fraction(str(validation)), Fraction(str(test)), groups)
     parts = cut if task.first_windows is None else WindowParts(cut, task.first_windows)
-    return Federation(task, clients_in, parts, unseen_clients)
+    return Federation(task, clients_in, parts, unseen_clients, None if groups is None else by_example(task, groups))
 
 
 def _hold_out_clients(partition: Partition, unseen: float, key: Key) -> tuple[Partition, int]:

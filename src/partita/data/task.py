@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from functools import cached_property
-from math import floor
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -16,7 +14,6 @@ from torch import Tensor
 
 from partita.core.data import Batch, ClientData, Examples, NewClasses
 from partita.core.options import Range
-from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.data.choice_examples import ChoiceExamples
 from partita.data.client_ids import NamedClients
@@ -24,13 +21,12 @@ from partita.data.errors import DataError
 from partita.data.image_reader import ImagesOnDisk
 from partita.data.loading import Columns
 from partita.data.packing import pack
+from partita.data.partition import Ints, PartsByPosition
 from partita.data.ragged import RaggedExamples
 from partita.data.seq2seq_examples import Seq2SeqExamples
 from partita.tasks import IMAGE, Normalization, TaskKind
 
-Ints = NDArray[np.int64]
 Side = Annotated[int, Range(low=1, high=2**16)]  # side of an image in pixels
-Parts = tuple[Tensor, Tensor, Tensor]  # row indices of a client's train, validation and test parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +86,7 @@ class Subset:
 
     table: Rows
     indices: Tensor  # (row,)
+    groups: Tensor | None = None  # the group of each example, such as its patient, (row,); None if there are none
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -236,101 +233,6 @@ def _row_count(table: Rows) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Partition:
-    """Assignment of rows to clients: client i owns rows[offsets[i]:offsets[i + 1]]."""
-
-    rows: Ints  # (row,)
-    offsets: Ints  # (client + 1,)
-    clients: Sequence[str]
-
-    def sizes(self) -> Ints:
-        """Return the number of rows of each client, (client,)."""
-        return np.diff(self.offsets)
-
-
-def group_by_client(owner: Ints, clients: Sequence[str]) -> Partition:
-    """Build a partition from the owner of each row.
-
-    Args:
-        owner: Position of the owning client for each row, (row,). Rows with a negative owner are dropped.
-        clients: Client names.
-
-    Raises:
-        DataError: If a client would get no rows.
-    """
-    sizes = np.bincount(owner[owner >= 0], minlength=len(clients))
-    if not sizes.all():
-        raise DataError(f"client '{clients[int(sizes.argmin())]}' would get no examples; use fewer clients")
-    rows = np.argsort(owner, kind="stable")[np.count_nonzero(owner < 0) :]
-    return Partition(rows, np.concatenate([[0], np.cumsum(sizes)]), clients)
-
-
-class PartsByPosition(Protocol):
-    """Maps a client's position to the rows of its train, validation and test parts."""
-
-    def __getitem__(self, position: int, /) -> Parts: ...
-
-
-@dataclass(frozen=True, eq=False)
-class ClientSplit:
-    """Splits each client's rows into train, validation and test parts.
-
-    The rows are shuffled with a key derived from the client's name. The first rows are the test part and the next ones
-    the validation part. Both sizes are rounded down and the rest is the train part. So the train part has at least one
-    row, and a part is empty if the client has too few rows for it.
-
-    Attributes:
-        partition: The rows of each client.
-        key: Key for the shuffles.
-        validation: Share of the validation part.
-        test: Share of the test part.
-
-    Raises:
-        DataError: If a share is negative, or if the shares leave no rows to train on.
-    """
-
-    partition: Partition
-    key: Key
-    validation: Fraction
-    test: Fraction
-
-    def __post_init__(self) -> None:
-        for name, share in ("validation", self.validation), ("test", self.test):
-            if share < 0:
-                raise DataError(f"{name} = {float(share)} is negative; set it to a share of at least 0")
-        if self.validation + self.test >= 1:
-            raise DataError(
-                f"validation = {float(self.validation)} and test = {float(self.test)} leave no training rows; "
-                "their sum must be below 1"
-            )
-
-    def __getitem__(self, position: int, /) -> Parts:
-        start, stop = self.partition.offsets[position : position + 2]
-        rows = torch.from_numpy(self.partition.rows[start:stop])
-        rows = rows[(self.key / self.partition.clients[position]).permutation(len(rows))]
-        test = floor(len(rows) * self.test)
-        train = test + floor(len(rows) * self.validation)
-        return rows[train:], rows[test:train], rows[:test]
-
-
-@dataclass(frozen=True, eq=False)
-class WindowParts:
-    """Parts of documents, given as the rows of all their windows. The windows of a document stay together."""
-
-    documents: PartsByPosition
-    first: Tensor  # (document + 1,): windows of document i are first[i] to first[i + 1]
-
-    def __getitem__(self, position: int, /) -> Parts:
-        train, validation, test = map(self._windows, self.documents[position])
-        return train, validation, test
-
-    def _windows(self, rows: Tensor) -> Tensor:
-        counts = self.first[rows + 1] - self.first[rows]
-        skipped = self.first[rows] - (counts.cumsum(0) - counts)
-        return skipped.repeat_interleave(counts) + torch.arange(int(counts.sum()))
-
-
-@dataclass(frozen=True, eq=False)
 class Federation:
     """A task split among clients. Each client's train, validation and test parts are built on access.
 
@@ -339,19 +241,24 @@ class Federation:
         clients: Names of the clients that take part.
         parts: Rows of each client, those of `clients` before those of `unseen`.
         unseen: Names of clients that take no part. The model is tested on their data.
+        groups: The group of each train example, (example,); None if examples have no groups.
     """
 
     task: Task
     clients: Sequence[str]
     parts: PartsByPosition
     unseen: Sequence[str] = ()
+    groups: Tensor | None = None
 
     def __getitem__(self, client: str) -> ClientData:
         if client in self.unseen:
             position = len(self.clients) + self.unseen.index(client)
         else:
             position = self.clients.index(client)
-        train, validation, test = (Subset(self.task.train, rows) for rows in self.parts[position])
+        train, validation, test = (
+            Subset(self.task.train, rows, None if self.groups is None else self.groups[rows])
+            for rows in self.parts[position]
+        )
         return ClientData(pack(train) if self.task.packed else train, validation, test)
 
     @property
@@ -397,4 +304,4 @@ class Federation:
         train, validation, test = zip(*(self.parts[position] for position in range(len(self.clients))), strict=True)
         unseen = [self.parts[len(self.clients) + place] for place in range(len(self.unseen))]
         pool = (torch.cat(train), torch.cat(validation), torch.cat(test))
-        return Federation(self.task, NamedClients(["pooled"]), [pool, *unseen], self.unseen)
+        return Federation(self.task, NamedClients(["pooled"]), [pool, *unseen], self.unseen, self.groups)

@@ -49,6 +49,8 @@ class TextEncoder:
             DataError: If the tokenizer puts nothing between two texts, or the limit has no room for both.
         """
         name, special = self.tokenizer.name_or_path, self.tokenizer.num_special_tokens_to_add(pair=True)
+        if not texts:
+            return [], None
         if not special:
             raise DataError(
                 f"the tokenizer '{name}' puts nothing between the two texts of a pair; join them in one column, or use "
@@ -73,6 +75,8 @@ class TextEncoder:
 
     def target_texts(self, texts: Sequence[str], truncated: bool = True) -> list[list[int]]:
         """Tokenize texts that a decoder writes, with special tokens. Some models have other tokens for them."""
+        if not texts:
+            return []
         options: dict[str, Any] = {"truncation": True, "max_length": self.limit} if truncated else {}
         rows: list[list[int]] = self.tokenizer(
             text_target=list(texts),
@@ -213,6 +217,8 @@ class TextEncoder:
         return rows
 
     def _encode(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
+        if not texts:
+            return []
         encoded = self.tokenizer(
             list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False, **options
         )

@@ -163,4 +163,4 @@ def _examples(
             tags.append([row[place] if place in window.own else IGNORE_INDEX for place in window.places])
             documents.append(number)
     examples = ragged(rows, limit, tags=tags)
-    return replace(examples, documents=torch.tensor(documents)) if several else examples
+    return replace(examples, documents=torch.tensor(documents, dtype=torch.long)) if several else examples

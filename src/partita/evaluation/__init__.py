@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,14 @@ from partita.core.model import Model
 from partita.core.tensors import Tensors
 from partita.evaluation import metrics
 from partita.evaluation.answers import Answers, Choices, last_answers
+from partita.evaluation.confusion import confusion_matrix
 from partita.evaluation.documents import document_predictions
 from partita.evaluation.generation import GeneratedText, ModelPredictions, ScoredChoices
 from partita.evaluation.metrics import Accuracy, EvaluationError, Evaluator, Metric, Predictions
 from partita.evaluation.segmentation import Segmentation
+
+if TYPE_CHECKING:
+    from partita.evaluation.outcomes import Outcomes
 
 __all__ = [
     "ACCURACY",
@@ -31,6 +35,7 @@ __all__ = [
     "Evaluator",
     "Metric",
     "evaluate",
+    "outcomes_of",
     "sample_texts",
     "score",
 ]
@@ -58,10 +63,12 @@ class Evaluation:
         scores: The scores by name.
         constant: The classes that the model predicts everywhere, by number; empty if it predicts none of several
             labels. None if its predictions differ, as they should if the targets do, or if nothing is classified.
+        confusion: Numbers of examples by true and predicted class; None if they were not asked for.
     """
 
     scores: dict[str, float]
     constant: tuple[int, ...] | None = None
+    confusion: list[list[int]] | None = None
 
 
 def score(model: Model, params: Tensors, examples: Examples, evaluator: Evaluator = ACCURACY) -> dict[str, float]:
@@ -76,7 +83,9 @@ def score(model: Model, params: Tensors, examples: Examples, evaluator: Evaluato
     return evaluate(model, params, examples, evaluator).scores
 
 
-def evaluate(model: Model, params: Tensors, examples: Examples, evaluator: Evaluator = ACCURACY) -> Evaluation:
+def evaluate(
+    model: Model, params: Tensors, examples: Examples, evaluator: Evaluator = ACCURACY, confused: int = 0
+) -> Evaluation:
     """Return the scores of a model, and whether it predicts the same for all examples, from one forward pass.
 
     Args:
@@ -84,12 +93,54 @@ def evaluate(model: Model, params: Tensors, examples: Examples, evaluator: Evalu
         params: All its parameters, on the device to evaluate on.
         examples: The examples to evaluate on.
         evaluator: Computes the scores.
+        confused: The number of classes, to count how often each is taken for which; 0 not to. Each example must have
+            one class.
     """
     if not len(examples):
         return Evaluation({})
-    seen = _Decisions(evaluator)
-    scores = evaluator(map(seen.add, _predictions(model, params, examples, evaluator.batch)))
-    return Evaluation(scores, seen.constant())
+    seen, pairs = _Decisions(evaluator), _Pairs(evaluator, confused)
+    batches = map(seen.add, _predictions(model, params, examples, evaluator.batch))
+    scores = evaluator(map(pairs.add, batches))
+    return Evaluation(scores, seen.constant(), pairs.counts())
+
+
+class _Pairs:
+    """Counts true and predicted classes of the batches of one evaluation."""
+
+    def __init__(self, evaluator: Evaluator, classes: int) -> None:
+        self.evaluator, self.classes = evaluator, classes
+        self.total: Tensor | None = None  # (true class, predicted class); stays on the device until the end
+
+    def add(self, batch: Predictions) -> Predictions:
+        """Count a batch and return it."""
+        # A model of the user's own may have more outputs than the task has classes, or examples without a class.
+        decisions = self.evaluator.decisions(batch) if batch.logits.shape[-1] == self.classes else None
+        if decisions is not None:
+            predicted, labels = decisions
+            found = confusion_matrix(predicted[labels >= 0], labels[labels >= 0], self.classes)
+            self.total = found if self.total is None else self.total + found
+        return batch
+
+    def counts(self) -> list[list[int]] | None:
+        """Return the counts of all batches; None if nothing was counted."""
+        return None if self.total is None else self.total.tolist()
+
+
+def outcomes_of(
+    model: Model, params: Tensors, examples: Examples, evaluator: Evaluator, classes: tuple[str, ...]
+) -> Outcomes:
+    """Return what a model does on each example, from one forward pass; on documents, if examples are parts of them.
+
+    Args:
+        model: The model.
+        params: All its parameters, on the device to evaluate on.
+        examples: The examples, at least one.
+        evaluator: Says which scores there are.
+        classes: The names of the task's outputs.
+    """
+    from partita.evaluation.outcomes import outcomes
+
+    return outcomes(evaluator, _predictions(model, params, examples, evaluator.batch), classes)
 
 
 class _Decisions:

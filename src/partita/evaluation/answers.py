@@ -34,9 +34,8 @@ class Answers:
         matches, count = 0, 0
         for batch in batches:
             mean.add(batch)
-            answers = _last_only(batch.targets, _last_starts(batch.targets))
-            right = (batch.logits.argmax(-1) == answers) | (answers == IGNORE_INDEX)  # (example, token)
-            matches += int(right.all(1).sum())
+            right = exact_answers(batch)
+            matches += int(right.sum())
             count += len(right)
         return {**mean.scores(), "exact_match": matches / count}
 
@@ -70,6 +69,13 @@ class Choices:
 
     def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
         return None
+
+
+def exact_answers(batch: Predictions) -> Tensor:
+    """Return whether the last answer of each conversation matches exactly, (example,)."""
+    answers = _last_only(batch.targets, _last_starts(batch.targets))
+    right = (batch.logits.argmax(-1) == answers) | (answers == IGNORE_INDEX)  # (example, token)
+    return right.all(1)
 
 
 def with_generation(evaluator: Evaluator, max_new_tokens: int | None, examples: int | None) -> Evaluator:

@@ -12,6 +12,7 @@ from torch import Tensor
 from partita.evaluation.metrics import LOSS, PERPLEXITY, EvaluationError, MeanPerToken, Metric, Predictions
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
+WORDS = "words"
 ROUGE_L = Metric("rougeL")
 EXACT_MATCH = Metric("exact_match")
 
@@ -103,7 +104,12 @@ class GeneratedText:
 
 def exact_match(texts: Sequence[str], truths: Sequence[str]) -> float:
     """Return the share of texts that equal their target, apart from white space at both ends."""
-    return sum(text.strip() == truth.strip() for text, truth in zip(texts, truths, strict=True)) / len(texts)
+    return sum(map(match, texts, truths)) / len(texts)
+
+
+def match(text: str, truth: str) -> bool:
+    """Return whether a text equals its target, apart from white space at both ends."""
+    return text.strip() == truth.strip()
 
 
 def rouge(texts: Sequence[str], truths: Sequence[str]) -> dict[str, float]:
@@ -113,11 +119,24 @@ def rouge(texts: Sequence[str], truths: Sequence[str]) -> dict[str, float]:
         texts: The generated texts.
         truths: The target of each.
     """
+    rows = rouge_rows(texts, truths)
+    if not any(row[WORDS] for row in rows):
+        return {}
+    return {name: sum(row[name] for row in rows) / len(rows) for name in ROUGE}
+
+
+def rouge_rows(texts: Sequence[str], truths: Sequence[str]) -> list[dict[str, float]]:
+    """Return the ROUGE F-measures of each text, and the number of "words" of its target that they compare.
+
+    Args:
+        texts: The generated texts.
+        truths: The target of each.
+    """
     from rouge_score import rouge_scorer, tokenizers
 
     words = tokenizers.DefaultTokenizer(use_stemmer=False)
-    if not any(words.tokenize(truth) for truth in truths):
-        return {}
     scorer = rouge_scorer.RougeScorer(ROUGE, tokenizer=words)
-    rows = [scorer.score(truth, text) for text, truth in zip(texts, truths, strict=True)]
-    return {name: sum(row[name].fmeasure for row in rows) / len(rows) for name in ROUGE}
+    return [
+        {**{name: row[name].fmeasure for name in ROUGE}, WORDS: len(words.tokenize(truth))}
+        for truth, row in ((truth, scorer.score(truth, text)) for text, truth in zip(texts, truths, strict=True))
+    ]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from partita.core.data import IGNORE_INDEX
+from partita.evaluation.calibration import Calibration
 from partita.evaluation.entities import Counts, TagScheme
 
 
@@ -34,6 +35,10 @@ class Metric:
     name: str
     higher_is_better: bool = True
     fraction: bool = True
+
+    def worst_tenth(self, values: Sequence[float]) -> list[float]:
+        """Return the worst tenth of the clients' values, at least one, the worst first."""
+        return sorted(values, reverse=not self.higher_is_better)[: math.ceil(len(values) / 10)]
 
 
 LOSS = Metric("loss", higher_is_better=False, fraction=False)
@@ -279,38 +284,6 @@ METRIC_NAMES = tuple(
         for metric in metrics
     )
 )
-
-
-class Calibration:
-    """Compares how sure a classifier is with how often it is right.
-
-    The expected calibration error (Guo et al. 2017) sorts examples by the largest probability of a class into 15 bins
-    of equal width, closed at the upper end. It is the mean over examples of their bin's difference between the mean
-    probability and the accuracy.
-    """
-
-    BINS = 15
-
-    def __init__(self) -> None:
-        self.parts: list[Tensor] = []  # (2, example): whether the prediction is right, and its probability
-
-    def add(self, logits: Tensor, targets: Tensor) -> None:
-        """Add a batch of logits (example, class) and class indices (example,)."""
-        guesses = logits.argmax(-1)
-        top = logits.gather(-1, guesses.unsqueeze(-1)).squeeze(-1)
-        sure = (top - logits.logsumexp(-1)).exp()
-        self.parts.append(torch.stack((guesses == targets, sure)))
-
-    def scores(self) -> dict[str, float]:
-        """Return "accuracy" and "ece". The error is undefined if a probability is not a number."""
-        # The values are read once, at the end, so that a GPU does not wait in each batch.
-        right, sure = torch.cat(self.parts, 1).double().cpu()
-        accuracy = {"accuracy": float(right.sum()) / len(right)}
-        if not bool(sure.isfinite().all()):
-            return accuracy
-        place = (sure * self.BINS).ceil().long().sub(1).clamp(0, self.BINS - 1)
-        gaps = torch.bincount(place, right - sure, self.BINS)  # (bin,)
-        return {**accuracy, "ece": float(gaps.abs().sum()) / len(right)}
 
 
 class MeanPerToken:

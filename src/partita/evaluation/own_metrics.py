@@ -86,18 +86,22 @@ class OwnMetrics:
                 yield batch
 
         scores = self.evaluator(gather())
-        logits, targets = _joined([pair[0] for pair in seen]), _joined([pair[1] for pair in seen])
-        for own, function in self.functions.items():
-            value = float(function(logits, targets))
-            if not math.isnan(value):  # undefined for these examples
-                scores[own.name] = value
-        return scores
+        logits, targets = join_batches([pair[0] for pair in seen]), join_batches([pair[1] for pair in seen])
+        return {**scores, **self._own_scores(logits, targets)}
+
+    def own_scores(self, batch: Predictions) -> dict[str, float]:
+        """Return the scores of the user's own functions."""
+        return self._own_scores(batch.logits, batch.targets)
+
+    def _own_scores(self, logits: Tensor, targets: Tensor) -> dict[str, float]:
+        values = {own.name: float(function(logits, targets)) for own, function in self.functions.items()}
+        return {name: value for name, value in values.items() if not math.isnan(value)}  # NaN: undefined for these
 
     def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
         return self.evaluator.decisions(batch)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def join_batches(parts: Sequence[Tensor]) -> Tensor:
     """Join batches (example, ...). Batches of texts can differ in length, and are padded at the end."""
     if len({part.shape[1:] for part in parts}) > 1:
         longest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]

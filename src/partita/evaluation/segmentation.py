@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from partita.core.data import IGNORE_INDEX
+from partita.evaluation.confusion import confusion_matrix
 from partita.evaluation.metrics import LOSS, Metric, Predictions
 
 MEAN_IOU = Metric("mean_iou")
@@ -30,7 +30,7 @@ class Segmentation:
         confusion: Tensor | None = None  # (true class, predicted class), in pixels
         loss, count = 0.0, 0
         for batch in batches:
-            counts = _confusion(*_labeled(batch), batch.logits.shape[1])
+            counts = confusion_matrix(*_labeled(batch), batch.logits.shape[1])
             confusion = counts if confusion is None else confusion + counts
             loss += float(batch.losses.double().sum())
             count += len(batch.losses)
@@ -46,10 +46,6 @@ def _labeled(batch: Predictions) -> tuple[Tensor, Tensor]:
     targets = batch.targets.long()
     labeled = targets != IGNORE_INDEX
     return batch.logits.argmax(1)[labeled], targets[labeled]
-
-
-def _confusion(predicted: Tensor, targets: Tensor, classes: int) -> Tensor:
-    return torch.bincount(targets * classes + predicted, minlength=classes * classes).view(classes, classes)
 
 
 def _overlaps(confusion: Tensor) -> dict[str, float]:

@@ -15,6 +15,8 @@ from partita.core.method import Server
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job, rounds
 from partita.core.update import Update
+from partita.data.groups import by_example, row_groups
+from partita.engines.secure import SecureEngine
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder
 from partita.experiment.base_digest import check_base
@@ -32,6 +34,7 @@ from partita.privacy.canaries import (
 from partita.privacy.evidence import Check, judge
 from partita.privacy.mechanism import check_examples
 from partita.privacy.mechanism_choice import check_choice
+from partita.privacy.mechanism_client_noise import check_client_noise
 from partita.privacy.mechanism_clients import check_clients
 from partita.privacy.membership import Array, best_guesses, confidence_of, likelihood_ratios, roc
 from partita.storage import checkpoint
@@ -43,7 +46,9 @@ DELTA = 1e-5  # delta of the bound on epsilon, if the run makes no privacy claim
 Findings = dict[str, Any]
 
 
-def audit(folder: Path, canaries: int = 0, shadows: int = 0, trust_code: bool = False) -> Findings:
+def audit(
+    folder: Path, canaries: int = 0, shadows: int = 0, trust_code: bool = False, group: str | None = None
+) -> Findings:
     """Check the run's mechanism, attack its final model and an update, and optionally attack its training.
 
     Args:
@@ -51,6 +56,8 @@ def audit(folder: Path, canaries: int = 0, shadows: int = 0, trust_code: bool = 
         canaries: Number of canaries. If not 0, training is repeated with them, which bounds epsilon from below.
         shadows: Number of additional training runs for likelihood ratios (LiRA). Needs canaries.
         trust_code: Run the user's own code that the folder holds, even if this user has not run it before.
+        group: Column with the group of each row, such as a patient. Canaries are then whole groups. Default: as the
+            run's own privacy unit.
 
     Returns:
         The findings, as written to `audit.json`.
@@ -60,10 +67,14 @@ def audit(folder: Path, canaries: int = 0, shadows: int = 0, trust_code: bool = 
     """
     if run_folder.finished(folder) is None:
         raise PrivacyError(f"{folder} holds no finished run; finish it with 'partita resume {folder}'")
-    if shadows and not canaries:
-        raise PrivacyError("--shadows needs canaries; set their number with --canaries")
+    if not canaries and (shadows or group):
+        option = "--shadows" if shadows else "--group"
+        raise PrivacyError(f"{option} needs canaries; set their number with --canaries")
     identity = run_folder.verify(folder)
-    experiment = build(load_recorded(folder, trust_code))
+    experiment = _with_groups(build(load_recorded(folder, trust_code)), group)
+    if experiment.run.client_noise is None:
+        # Attacks are on updates in clear. With secure aggregation, an attacker sees less.
+        experiment = replace(experiment, run=replace(experiment.run, secure_aggregation=None))
     check_base(experiment, folder)
     guard, task = experiment.guard, experiment.federation.task
     if shadows and task.kind.outputs == "numbers":
@@ -83,6 +94,8 @@ def audit(folder: Path, canaries: int = 0, shadows: int = 0, trust_code: bool = 
     if guard:
         findings["mechanism"] = judge(_on_mechanism(experiment, folder, saved.server))
     findings["attacks"] |= _on_result(experiment, folder, saved)
+    if group is not None:
+        findings["group"] = group
     if canaries:
         findings |= _on_training(experiment, canaries, shadows, findings["attacks"])
     run_folder.write_json(folder / run_folder.AUDIT, findings)
@@ -96,10 +109,24 @@ def failures(findings: Findings) -> list[str]:
         for check in findings["mechanism"]
         if not check["passed"]
     ]
-    planned = (findings["claim"] or {}).get("planned")
+    claim = findings["claim"] or {}
+    planned = claim.get("planned")
+    if findings.get("group") != claim.get("group") and "group" in findings:
+        return sentences  # canaries were groups, and nothing was claimed about groups
     if findings["bound"] and planned is not None and findings["bound"]["epsilon"] > planned:
         sentences.append(f"epsilon is at least {findings['bound']['epsilon']:.3g}, and {planned:.3g} was claimed")
     return sentences
+
+
+def _with_groups(experiment: Experiment, column: str | None) -> Experiment:
+    """Return the experiment with the groups of a column. Nothing else changes, so the run is the same."""
+    federation, guard = experiment.federation, experiment.guard
+    if column is None or (guard is not None and guard.privacy_config.group == column):
+        return experiment
+    if federation.groups is not None:
+        raise PrivacyError(f"the run has the groups of another column; leave --group {column} out")
+    groups = by_example(federation.task, row_groups(federation.task, column))
+    return replace(experiment, federation=replace(federation, groups=groups))
 
 
 def _on_mechanism(experiment: Experiment, folder: Path, server: Server) -> list[Check]:
@@ -112,7 +139,9 @@ def _on_mechanism(experiment: Experiment, folder: Path, server: Server) -> list[
         method = replace(run.method, transforms=run.method.transforms[:1])
         short = replace(run, method=method, training=replace(run.training, steps=1))
         engine = SimulationEngine(short, model, federation, device=experiment.device)
-        return check_clients(short, model, engine, server, cohorts)
+        at_clients = check_client_noise(short, model, engine, server) if run.client_noise else []
+        in_clear = replace(short, secure_aggregation=None, client_noise=None)
+        return [*check_clients(in_clear, model, engine, server, cohorts), *at_clients]
     return [
         *check_examples(run, model, federation, server, experiment.block),
         *check_choice(run, model, federation, server),
@@ -169,7 +198,9 @@ def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Find
     """Retrain with canaries in the same rounds and cohorts as the run, so that its guarantee applies here too."""
     key, task, guard = experiment.run.key / "audit", experiment.federation.task, experiment.guard
     classes = len(task.classes) if task.kind.one_class else 0
-    canaries = choose_canaries(experiment.federation, count, key, classes)
+    canaries = choose_canaries(
+        experiment.federation, count, key, classes, by_group=experiment.federation.groups is not None
+    )
     update_scores, losses = _train_with_canaries(
         experiment, CanaryPopulation(experiment.federation, canaries), not _trusts_server(experiment)
     )
@@ -201,7 +232,8 @@ def _train_with_canaries(
     )
     eavesdropper = Eavesdropper(run, model, engine, canary_population)
     server: Server | None = None
-    for result in rounds(replace(run, drift=False), model, eavesdropper if observe else engine):
+    carrier = SecureEngine(engine, run, model) if run.secure_aggregation else engine
+    for result in rounds(replace(run, drift=False), model, eavesdropper if observe else carrier):
         server = result.server
     assert server is not None
     return eavesdropper.scores(), canary_losses(model, {**model.initial, **server.params}, canary_population)

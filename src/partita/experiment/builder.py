@@ -14,6 +14,7 @@ import torch
 
 from partita import data, methods, models
 from partita.core import tensors
+from partita.core.group_units import count_groups
 from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.own_code import digests
@@ -24,6 +25,7 @@ from partita.core.rounds import initial_server
 from partita.core.sampling import SAMPLING, Uniform
 from partita.core.settings import Run, RunError
 from partita.data import Federation, Task
+from partita.data.groups import groups_at_several_clients
 from partita.engines.attackers import add_attack, choose_attackers
 from partita.engines.autotune import (
     bf16_slowdown,
@@ -43,14 +45,15 @@ from partita.experiment.config import Config, EngineConfig, FederationConfig, sh
 from partita.experiment.config_code import check_recorded
 from partita.experiment.samples import check_samples
 from partita.experiment.subgroups import Groups, find_groups
-from partita.experiment.tracking import TRACKERS
 from partita.methods.client_ranks import rank_by_client
 from partita.models.adapter_options import adapter_options
 from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.secret import draw, from_file
+from partita.secure_aggregation.eligibility import check_eligible
 from partita.storage.client_store import ClientStore
 from partita.storage.initial_values import InitialValues
 from partita.tasks.losses import CLASS_LOSSES
+from partita.track import TRACKERS, check_installed
 from partita.training.cuda_graphs import GraphCache
 from partita.training.parameter_groups import parameter_groups
 
@@ -84,12 +87,13 @@ class Experiment:
         return tensors.sha256(weights) if weights else ""
 
 
-def build(config: Config, secret: Key | None = None) -> Experiment:
+def build(config: Config, secret: Key | None = None, federation: Federation | None = None) -> Experiment:
     """Build and check all parts of an experiment: method, data, model, run, and how the engine steps.
 
     Args:
         config: The experiment.
         secret: Key for the private random draws of a run without `engine.secret_file`. Default: a new random key.
+        federation: The data, if it is loaded already.
 
     Raises:
         RunError: If the parts do not fit each other, or this machine cannot run them.
@@ -97,10 +101,12 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     """
     check_recorded(config.code, digests(config.references()))
     for name in config.track.to:
+        check_installed(name)
         find_function(TRACKERS, name, "tracker")
     key, device = Key(config.seed), _configure_torch(config.engine)
     trained_method = build_method(config.method)
-    method, raw_federation = _with_attackers(config, trained_method, build_data(config, trained_method, key), key)
+    loaded = build_data(config, trained_method, key) if federation is None else federation
+    method, raw_federation = _with_attackers(config, trained_method, loaded, key)
     method = _with_ranks(config, method, raw_federation.clients)
     raw_model = build_model(config.model, method, raw_federation.task, key)
     if config.model.get("frozen") and not raw_model.initial:
@@ -154,7 +160,7 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     evaluator = with_generation(task.kind.evaluator(task.classes), wanted.max_new_tokens, wanted.generate_examples)
     evaluator = with_own_metrics(evaluator, wanted.metrics)
     early_stopping.check(config, evaluator, federation, guard)
-    check_samples(wanted.samples, run, model, task, federation.clients[0])
+    check_samples(config, run, model, task, federation.clients[0])
     subgroups = find_groups(task, config.evaluate.subgroups)
     return Experiment(
         config, run, model, federation, availability, device, block, evaluator, guard, graphs, reason, subgroups
@@ -172,8 +178,9 @@ def build_data(config: Config, method: Method, key: Key) -> Federation:
     Raises:
         RunError: If the method names a client that does not exist.
     """
-    task = data.load(config.data["name"], key / "data", **_data_options(config))
-    federation = data.split(task, **config.split, key=key / "split")
+    group = config.privacy.group if config.privacy else None
+    task = data.load(config.data["name"], key / "data", together=group, **_data_options(config))
+    federation = data.split(task, **config.split, key=key / "split", together=group)
     federation = federation.pooled() if method.pool else federation
     if unknown := sorted(name for name in method.clients if name not in federation.clients):
         known = ", ".join(federation.clients[:3])
@@ -219,22 +226,33 @@ def build_run(
         drift=config.evaluate.drift,
         secret=_secret(config, secret),
         sampling=Uniform() if method.pool else build_sampling(config.sampling),
+        secure_aggregation=config.secure_aggregation,
     )
     run.check_sampling(federation.clients)
+    if config.secure_aggregation:
+        if federate.attackers:
+            raise RunError(
+                "federation.attackers simulates attacks by single clients, which nothing can find or bound in a sum; "
+                "leave it or [secure_aggregation] out"
+            )
+        run = replace(run, drift=False)  # it is measured on single updates
     if not config.privacy:
+        check_eligible(run, model, federation.clients)
         return run, None
     if config.privacy.unit == "example" and federation.task.first_windows is not None:
         raise RunError(
             "privacy.unit = 'example' would hide one window of a text, not the text; set data.long_texts to 'cut' or "
-            "'error', or privacy.unit to 'client'"
+            "'error', or privacy.unit to 'group' or 'client'"
         )
-    if config.privacy.unit == "example" and federation.task.packed:
+    if config.privacy.unit != "client" and federation.task.packed:
         raise RunError(
-            "privacy.unit = 'example' would hide a packed row of several examples, not an example; set data.pack to "
-            "false, or privacy.unit to 'client'"
+            f"privacy.unit = '{config.privacy.unit}' would hide a packed row of several examples, not the "
+            f"{config.privacy.unit}; set data.pack to false, or privacy.unit to 'client'"
         )
-    sizes = {client: len(federation[client].train) for client in federation.clients}
-    guard = make_private(run, model, sizes, config.privacy)
+    if config.privacy.unit == "group":
+        _warn_shared_groups(federation, config.privacy.group)
+    guard = make_private(run, model, dict(_Sizes(federation)), config.privacy)
+    check_eligible(guard.run, model, federation.clients)
     return guard.run, guard
 
 
@@ -336,8 +354,19 @@ def _check_plan(run: Run, model: Model, client: str) -> None:
         run.method.adapt(model)
 
 
+def _warn_shared_groups(federation: Federation, column: str | None) -> None:
+    shared, total = groups_at_several_clients(federation)
+    if shared:
+        warnings.warn(
+            f"{shared:,} of {total:,} values of column '{column}' have examples at several clients; the guarantee is "
+            "for what one client has of a value, and its cost adds up over clients: use split.name = 'groups' with "
+            "this column, or another split that keeps a value at one client",
+            stacklevel=3,
+        )
+
+
 class _Sizes(Mapping[str, int]):
-    """Number of training examples per client, 0 if the examples are on another machine.
+    """Number of training examples per client, or of groups, 0 if the examples are on another machine.
 
     Counted on demand: in a large population, most clients are never asked.
     """
@@ -347,7 +376,8 @@ class _Sizes(Mapping[str, int]):
 
     def __getitem__(self, client: str) -> int:
         if client not in self.sizes:
-            self.sizes[client] = len(self.federation[client].train)
+            train = self.federation[client].train
+            self.sizes[client] = len(train) if self.federation.groups is None else count_groups(train)
         return self.sizes[client]
 
     def __iter__(self) -> Iterator[str]:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from partita.engines.ipc import ctrl_c_is_for_parent, end_with_parent
 from partita.experiment import run_folder
 from partita.experiment.config import Config, ConfigError, load, settings_by_key
+from partita.experiment.process_pool import run_in_processes
 from partita.experiment.run_names import method_label, overrides_of, split_methods
 from partita.experiment.runner import check_same_run, start, start_or_resume
+from partita.storage.processes import this_process
 from partita.storage.safe_text import label_folder
 
 Planned = tuple[Path, Config]
 MAX_SEEDS = 10_000
+COMPARISON = "comparison.json"  # beside the runs while they are run: all of them, also those that have not started
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def expand(
         raise ConfigError(f"--seeds is {seeds}; it must be from 1 to {MAX_SEEDS:,}")
     planned: list[Planned] = []
     for spec in split_methods(methods):
-        settings = _settings(config, changes, spec)
+        settings = _grouped(load_method(config, changes, spec), out)
         for seed in range(settings.seed, settings.seed + seeds):
             folder = out / label_folder(settings.label) / f"seed-{seed}"
             planned.append((folder, replace(settings, seed=seed)))
@@ -93,38 +92,37 @@ def compare_all(planned: list[Planned], jobs: int, overwrite: bool = False) -> I
         return
     jobs = min(jobs, len(unfinished))
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), end_with_parent)
-    others = multiprocessing.active_children()
     stamps = {folder: run_folder.changed_at(folder) for folder, _ in planned} if overwrite else {}
+    announced = announce(planned)
+    tasks = {f"{settings.label}, seed {settings.seed}": (folder, settings) for folder, settings in unfinished}
+    arguments = {name: (*run, threads, overwrite) for name, run in tasks.items()}
     try:
-        with ctrl_c_is_for_parent():
-            futures = {pool.submit(_run_one, *run, threads, overwrite): run for run in unfinished}
-        waiting = set(futures)
-        while waiting:
-            done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_EXCEPTION)
-            for future in done:
-                try:
-                    future.result()
-                except BrokenProcessPool as error:
-                    raise OSError(
-                        "the process of a run died (out of memory?); start the comparison again to continue"
-                    ) from error
-                except Exception as error:
-                    _, settings = futures[future]
-                    error.args = (f"{settings.label}, seed {settings.seed}: {error}", *error.args[1:])
-                    raise
+        for done in run_in_processes(_run_one, arguments, jobs):
             # The rows of runs that are still to be replaced do not count.
             counted = [
                 folder for folder, _ in planned if not overwrite or run_folder.changed_at(folder) != stamps[folder]
             ]
-            yield Status(sum(map(run_folder.count_rows, counted)), tuple(futures[future] for future in done))
-    except BaseException:
-        for process in multiprocessing.active_children():
-            if process not in others:
-                process.terminate()  # do not wait for the run's end; the rounds it has saved are kept
-        raise
+            yield Status(sum(map(run_folder.count_rows, counted)), tuple(tasks[name] for name in done))
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        if announced:
+            announced.unlink(missing_ok=True)
+
+
+def announce(planned: list[Planned]) -> Path | None:
+    """Write the list of all runs beside them, so that `partita watch` shows those that have not started.
+
+    Returns:
+        The file; None if there is a single run.
+    """
+    if len(planned) < 2:
+        return None
+    common = Path(os.path.commonpath([folder for folder, _ in planned]))
+    runs = [
+        {"folder": folder.relative_to(common).as_posix(), "label": each.label, "seed": each.seed, "rounds": each.rounds}
+        for folder, each in planned
+    ]
+    run_folder.write_json(common / COMPARISON, {"process": this_process(), "runs": runs})
+    return common / COMPARISON
 
 
 def _run_one(folder: Path, settings: Config, threads: int, overwrite: bool) -> None:
@@ -133,8 +131,14 @@ def _run_one(folder: Path, settings: Config, threads: int, overwrite: bool) -> N
         pass
 
 
-def _settings(config: Path, changes: Iterable[str], spec: str) -> Config:
-    """Load the config of one method. Its label shows all that the method's options change."""
+def load_method(config: Path, changes: Iterable[str], spec: str) -> Config:
+    """Load the config with one method in place of its own. The label shows all that the method's options change.
+
+    Args:
+        config: The base config file.
+        changes: Overrides of the file.
+        spec: A method with options, such as "lora(rank=4, training.lr=0.1)".
+    """
     own, other = overrides_of(spec)
     settings, old = load(config, [*changes, "method={}", *own, *other]), dict[str, str]()
     with suppress(ValueError):  # the other options may be needed to make the config valid; then the label shows all
@@ -147,6 +151,13 @@ def _settings(config: Path, changes: Iterable[str], spec: str) -> Config:
     )
     changed = {key: new[key] for key in keys if old.get(key) != new[key]}
     return replace(settings, label=method_label(settings.method, changed))
+
+
+def _grouped(settings: Config, out: Path) -> Config:
+    """Let trackers show the runs of a comparison together, under the name of its folder."""
+    if not settings.track.to or settings.track.group:
+        return settings
+    return replace(settings, track=replace(settings.track, group=out.resolve().name))
 
 
 def _key(option: str) -> str:

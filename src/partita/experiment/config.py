@@ -39,6 +39,7 @@ from partita.core.options import (
 from partita.core.own_code import Reference
 from partita.core.registry import find_function
 from partita.core.sampling import SAMPLING
+from partita.core.secure_settings import SecureAggregation
 from partita.core.settings import Augmentation, Run, Training
 from partita.engines.attackers import AttackKind
 from partita.experiment.config_code import anchored, changed, check_recorded, code_digests, portable, references_in
@@ -198,18 +199,22 @@ class EngineConfig:
     compile: Annotated[bool, "use torch.compile: half a minute the first time, then cached on disk"] = False
     cache_frozen: Annotated[bool, "compute the output of the lowest frozen layers once per example"] = False
     secret_file: Annotated[str | None, "file with 16 or more random bytes; seeds the random draws for privacy"] = None
+    ledger: Annotated[
+        str | None,
+        "privacy ledger, which adds up what private runs release and stops a run that would exceed its limit",
+    ] = None
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
     """The `[evaluate]` table."""
 
-    every: Annotated[Count, "rounds between evaluations on the central test set"] = 1
+    every: Annotated[Whole, "rounds between evaluations on the central test set; 0 for never"] = 1
     personal_every: Annotated[Whole, "rounds between evaluations on the clients' own test sets; 0 for never"] = 5
     validation_every: Annotated[
         Count | None,
-        "rounds between evaluations on the clients' validation parts; left out: as `every` if [stop] needs them, else "
-        "never",
+        "rounds between evaluations on the clients' validation parts; left out: as `every`, or 1 if that is 0, if "
+        "[stop] needs them, else never",
     ] = None
     validation_metric: Annotated[
         str | None, "metric on validation that [stop] and the best checkpoint go by; left out: the task's own"
@@ -226,8 +231,8 @@ class EvaluateConfig:
     ] = None
     samples: Annotated[
         Annotated[int, Range(low=0, high=100)],
-        "record this many examples of the central test set, in full, with the answers before and after training, and "
-        "show them in reports; tasks that generate only",
+        "record this many examples of the central test set, in full, with what the model says before and after "
+        "training, and show them in reports; not in a private run",
     ] = 0
     subgroups: Annotated[
         str | None, "column of the central test set; the task's own metric is recorded for each of its values"
@@ -252,7 +257,14 @@ class CheckpointConfig:
 class TrackConfig:
     """The `[track]` table."""
 
-    to: Annotated[tuple[str, ...], "trackers that receive every row: your own functions, such as `mine.py:log`"] = ()
+    to: Annotated[
+        tuple[str, ...],
+        "trackers that receive every row: `tensorboard`, `wandb`, `mlflow`, `trackio`, or your own functions, such as "
+        "`mine.py:log`",
+    ] = ()
+    project: Annotated[str, "project of the built-in trackers"] = "partita"
+    name: Annotated[Text, "name of the run in the built-in trackers; by default, its label and seed"] = ""
+    group: Annotated[Text, "group of the run in the built-in trackers; by default, the folder of the comparison"] = ""
 
 
 @dataclass(frozen=True)
@@ -315,6 +327,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     privacy: PrivacyConfig | None = None
+    secure_aggregation: SecureAggregation | None = None
     stop: StopConfig | None = None
     code: Mapping[str, str] = field(default_factory=dict)  # digest of each file or module of the user's own code
 
@@ -322,7 +335,7 @@ class Config:
     def validation_every(self) -> int:
         """Rounds between evaluations on the clients' validation parts; 0 for never."""
         needed = self.stop is not None and self.stop.reads_scores
-        return self.evaluate.validation_every or (self.evaluate.every if needed else 0)
+        return self.evaluate.validation_every or ((self.evaluate.every or 1) if needed else 0)
 
     def to_toml(self) -> str:
         """Return the config as TOML, without values that are None.
@@ -348,7 +361,8 @@ def shared_digest(config: Config) -> str:
     shared["split"] = {key: value for key, value in shared["split"].items() if key != "client"}
     agreed = {reference.key for reference in references_in(shared)}  # a site may read its data with code of its own
     shared[CODE] = {key: digest for key, digest in raw.get(CODE, {}).items() if key in agreed}
-    return hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=8).hexdigest()
+    # Sites approve experiments by this digest, so nobody may be able to find two configs that share one.
+    return hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 _TABLES = {
@@ -359,6 +373,7 @@ _TABLES = {
     "checkpoint": CheckpointConfig,
     "track": TrackConfig,
     "privacy": PrivacyConfig,
+    "secure_aggregation": SecureAggregation,
     "stop": StopConfig,
 }
 # Tables that name a function: (key that holds the name, registry, parameters that do not come from the config).
@@ -371,8 +386,8 @@ _NAMED: dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]] = {
 }
 # Tables in which all names share some options: the function that takes these, and its other parameters.
 _SHARED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "data": (data.load, ("name", "key", "options")),
-    "split": (data.split, ("task", "name", "clients", "key", "options")),
+    "data": (data.load, ("name", "key", "together", "options")),
+    "split": (data.split, ("task", "name", "clients", "key", "together", "options")),
     "model": (models.build, ("name", "task", "key", "options")),
 }
 
@@ -459,7 +474,7 @@ def load_recorded(folder: Path, trust_code: bool = False, own_code: Mapping[str,
     Raises:
         CodeError: If the config names code that this user has not run on this machine.
     """
-    raw = _read(folder / RECORDED)
+    raw = read_toml(folder / RECORDED)
     if not trust_code:
         check_trusted(references_in(anchored(raw, folder)), own_code)
     return parse(anchored(raw, folder))
@@ -476,13 +491,18 @@ def load(path: Path, changes: Iterable[str] = ()) -> Config:
         ConfigError: If the file or an override cannot be read.
         OptionError: If a key is unknown or a value is invalid.
     """
-    raw = anchored(_read(path), path.parent)
+    raw = anchored(read_toml(path), path.parent)
     for change in changes:
         apply_override(raw, change)
     return parse(raw)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file without checking its keys.
+
+    Raises:
+        ConfigError: If the file cannot be read, or is not TOML.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

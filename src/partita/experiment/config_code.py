@@ -10,7 +10,7 @@ from partita import data, methods, models
 from partita.core.own_code import FOLDER, CodeError, Reference, digests, read_source
 from partita.core.registry import find_reference
 from partita.core.sampling import SAMPLING
-from partita.experiment.tracking import TRACKERS
+from partita.track import TRACKERS
 
 # Tables whose key `name` names a function, and its registry. A method may be several names, joined by "+".
 NAMED_TABLES: dict[str, Mapping[str, str]] = {

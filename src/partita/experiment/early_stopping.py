@@ -29,12 +29,17 @@ def check(config: Config, evaluator: Evaluator, federation: Federation, guard: P
         OptionError: If a setting is unknown or has no effect.
         RunError: If the settings contradict each other.
     """
-    if guard and config.validation_every:
+    reads_scores = config.stop is not None and config.stop.reads_scores
+    # Adapted models are trained on raw examples, and a stop that follows from scores would disclose them to everyone.
+    may_validate = guard and guard.privacy_config.disclose_validation and guard.run.method.adapt is None
+    if guard and config.validation_every and (reads_scores or not may_validate):
         asked = "evaluate.validation_every" if config.evaluate.validation_every else "[stop] patience or target"
         raise RunError(
             f"{asked} reads scores on the clients' validation examples, which a private run does not disclose; leave "
             "it out, or stop by stop.epsilon"
         )
+    if guard and guard.privacy_config.disclose_validation and not config.validation_every:
+        raise OptionError("privacy.disclose_validation has no effect without evaluate.validation_every; leave it out")
     validation_metric(config, evaluator)
     if config.evaluate.validation_metric is not None and not config.validation_every:
         raise OptionError("evaluate.validation_metric has no effect without evaluate.validation_every or [stop]")

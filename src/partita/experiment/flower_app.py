@@ -9,6 +9,7 @@ import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,15 +17,18 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from partita import data, models
+from partita.core.client import Job
 from partita.core.rng import Key
 from partita.core.rounds import initial_server
+from partita.data.digest import examples_digest
 from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import FlowerEngine, server_app
 from partita.experiment import run_folder
-from partita.experiment.builder import build, client_names, makes_secret
-from partita.experiment.config import SITES_OWN, Config, differences, load, load_recorded, shared_digest
+from partita.experiment.builder import Experiment, build, client_names, makes_secret
+from partita.experiment.config import SITES_OWN, Config, TrackConfig, differences, load, load_recorded, shared_digest
 from partita.experiment.config_code import code_copies
 from partita.experiment.gc_freeze import importing
+from partita.experiment.ledger_engine import open_ledger
 from partita.experiment.round_log import Row
 from partita.experiment.run_names import default_folder
 from partita.experiment.runner import prepare, restore, restore_secret, run_rounds
@@ -51,7 +55,9 @@ class FlowerError(ValueError):
     """An invalid app, node config or run config."""
 
 
-def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int | None = None) -> Path:
+def init(
+    folder: Path, config: Path, changes: Iterable[str] = (), clients: int | None = None, runs: Path | None = None
+) -> Path:
     """Write a Flower app: the config with all defaults, and a short module for the server and for the clients.
 
     Args:
@@ -59,6 +65,7 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
         config: The experiment's config file.
         changes: Overrides such as "method.mu=0.1".
         clients: Number of clients to wait for. Default: all clients of the split.
+        runs: The folder on the server that holds runs. Default: `runs` in the current folder.
 
     Raises:
         FlowerError: If the folder already holds a project.
@@ -67,6 +74,8 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
         raise FlowerError(f"{folder} already holds a pyproject.toml; choose another folder, or delete that file")
     settings = load(config, changes)
     population = build(settings).federation.clients
+    record = default_folder(settings.label, settings.seed)
+    runs = runs or record.parent.resolve()
     app = {
         "publisher": "partita",
         "components": {"serverapp": f"{PACKAGE}.server_app:app", "clientapp": f"{PACKAGE}.client_app:app"},
@@ -75,8 +84,8 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
             "deadline": 600.0,
             "patience": math.inf,
             # Not the folder of 'partita run', which may hold a run of the same config already.
-            "folder": str(Path(f"{default_folder(settings.label, settings.seed)}-flower").resolve()),
-            "sites": str(Path("runs", "sites").resolve()),
+            "folder": str(runs / f"{record.name}-flower"),
+            "sites": str(runs / "sites"),
             "set": "",
         },
     }
@@ -103,7 +112,11 @@ def population(app: Path) -> Sequence[str]:
 
 def modules(app: Path) -> list[str]:
     """Return the modules that an app's processes import at startup."""
-    config = load(app / PACKAGE / CONFIG)
+    return modules_of(load(app / PACKAGE / CONFIG))
+
+
+def modules_of(config: Config) -> list[str]:
+    """Return the modules of partita that an experiment needs, and this one."""
     entries = data.INDEX.get(config.data["name"]), models.INDEX.get(config.model["name"])
     return [__name__, *(entry.partition(":")[0] for entry in entries if entry)]
 
@@ -190,7 +203,7 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
             base=experiment.base_digest,
             evaluator=experiment.evaluator,
         )
-        yield from run_rounds(experiment, folder, engine, engine.store, server, done)
+        yield from run_rounds(experiment, folder, engine, engine.store, server, done, lambda: engine.connected)
 
 
 def _name(context: Context, config: Path) -> str:
@@ -202,28 +215,61 @@ def _name(context: Context, config: Path) -> str:
 
 
 def _site(context: Context, config: Path) -> Site:
-    name, node = _name(context, config), context.node_config
-    shared = _settings(config, context.run_config)
-    changes = [f"{key}={json.dumps(value)}" for key, value in node.items() if "." in key]
-    if forbidden := [change for change in changes if not change.startswith(SITE_OPTIONS)]:
+    name, node, changes = _name(context, config), context.node_config, shlex.split(_set(context.run_config))
+    own = [f"{key}={json.dumps(value)}" for key, value in node.items() if "." in key]
+    if forbidden := [change for change in own if not change.startswith(SITE_OPTIONS)]:
         raise FlowerError(
             f"the node config sets {forbidden[0]}, but a site can only change {' and '.join(SITE_OPTIONS)} keys"
         )
-    if shared.split["name"] == "site":
-        changes.append(f"split.client={json.dumps(name)}")
-    own = _settings(config, context.run_config, *changes)
     simulated = "partition-id" in node and "folder" not in node
     place = (
         _required(context.run_config, "sites", "run config") if simulated else _required(node, "folder", "node config")
     )
-    for key, digest in own.code.items():
-        print(f"{printable(name)}: running own code {printable(key)}, version {digest}", flush=True)
-    folder = Path(str(place)) / _identity(shared) / path_component(name)
+    key = Path(str(node["key"])) if "key" in node else None
+    return open_site(name, Path(str(place)), *site_settings(config, name, changes, own), key)[0]
+
+
+def site_settings(config: Path, name: str, changes: Iterable[str], own: Iterable[str]) -> tuple[Config, Config]:
+    """Load the experiment as all parties share it, and as it is at one site.
+
+    Args:
+        config: The experiment's config file.
+        name: The client's name.
+        changes: Overrides that all parties share.
+        own: Overrides of this site.
+    """
+    shared = _load(config, changes)
+    where = [f"split.client={json.dumps(name)}"] if shared.split["name"] == "site" else []
+    return shared, _load(config, [*changes, *own, *where])
+
+
+def open_site(name: str, place: Path, shared: Config, own: Config, key: Path | None = None) -> tuple[Site, Experiment]:
+    """Build a site, and the experiment that it is part of.
+
+    Args:
+        name: The client's name.
+        place: Folder of the site's state, with one folder per experiment.
+        shared: The experiment as all parties share it.
+        own: The experiment at this site.
+        key: The site's SSH key, which signs its keys of secure aggregation.
+
+    Raises:
+        FlowerError: If the experiment has no such client.
+    """
+    for code, digest in own.code.items():
+        print(f"{printable(name)}: running own code {printable(code)}, version {digest}", flush=True)
+    folder = place / _identity(shared) / path_component(name)
     secret = load_or_save(folder) if makes_secret(own) else None
-    experiment = build(replace(own, engine=replace(own.engine, clients_per_block=1)), secret)
-    if name not in experiment.federation.clients:
-        raise FlowerError(f"the node config sets client = '{name}', but the experiment has no such client")
-    return Site(
+    experiment = site_experiment(name, own, secret)
+    charged = open_ledger(experiment, folder)
+
+    def charge(job: Job) -> None:
+        assert charged is not None
+        if not charged.ledger.knows(charged.run):
+            charged.admit(name)
+        charged.charge(job)
+
+    site = Site(
         experiment.run,
         experiment.model,
         name,
@@ -234,13 +280,45 @@ def _site(context: Context, config: Path) -> Site:
         experiment.evaluator,
         shared_digest(shared),
         lambda: experiment.base_digest,
-        _answered(Path(str(place)), experiment.run.secret, name),
+        cache(lambda: examples_digest(experiment.federation[name].train)),
+        _answered(place, experiment.run.secret, name),
+        None if charged is None else charge,
+        peers=experiment.federation.clients,
+        key=key,
     )
+    return site, experiment
 
 
-def _settings(config: Path, settings: Mapping[str, Any], *more: str) -> Config:
+def site_experiment(name: str, own: Config, secret: Key | None = None) -> Experiment:
+    """Build the experiment of a site. Nothing is written.
+
+    Args:
+        name: The client's name.
+        own: The experiment at this site.
+        secret: Key for the private random draws. Default: a new random key.
+
+    Raises:
+        FlowerError: If the experiment has no such client.
+    """
+    # The server alone records rows, so a site needs no tracker.
+    experiment = build(replace(own, engine=replace(own.engine, clients_per_block=1), track=TrackConfig()), secret)
+    if name not in experiment.federation.clients:
+        raise FlowerError(f"this site is the client '{name}', but the experiment has no such client")
+    return experiment
+
+
+def _settings(config: Path, settings: Mapping[str, Any]) -> Config:
+    return _load(config, shlex.split(_set(settings)))
+
+
+def _set(settings: Mapping[str, Any]) -> str:
+    """Return the changes to the experiment in Flower's run config."""
+    return str(settings.get("set", ""))
+
+
+def _load(config: Path, changes: Iterable[str]) -> Config:
     with importing():
-        found = load(config, [*shlex.split(str(settings.get("set", ""))), *more])
+        found = load(config, changes)
     if found.split.get("unseen") is not None:
         raise FlowerError("split.unseen is for simulations: a client that takes no part has no node; leave it out")
     return found

@@ -19,9 +19,13 @@ from partita.core.settings import Run
 from partita.core.tensors import select
 from partita.engines.availability import Availability
 from partita.engines.dry_run import dry_run, null_update
+from partita.engines.secure_setup import round_setup, shape_bytes
 from partita.experiment.builder import Experiment, build, build_method
 from partita.experiment.config import Config, parse
 from partita.methods import NEEDS_DUAL_ENCODER, NEEDS_FACTORS
+from partita.secure_aggregation.costs import client_costs
+from partita.secure_aggregation.fixed_point import NUMBERS
+from partita.secure_aggregation.round_setup import RoundSetup
 
 # Options with which a method that chooses from the clients' data is previewed without computing on the data.
 DATA_DEPENDENT = {"safl": {"select": "random", "noise": 0.0}}
@@ -56,6 +60,7 @@ class Preview:
     bytes_down: int  # size of the client's job
     drawn: bool = False  # whether layers were drawn at random, because the method chooses them from the client's data
     sampled: bool = False  # whether cohorts were drawn uniformly, because the run draws them by the clients' losses
+    secure: str = ""  # what secure aggregation changes; empty without it
 
     def to_json(self) -> dict[str, object]:
         """Return the fields as a dict for JSON."""
@@ -78,6 +83,7 @@ class Preview:
         Console(file=text, width=110).print(table)
         note = "" if self.asked else f"{self.client} is not in this round's cohort; the table shows what it would do.\n"
         note += f"{DRAWN}; in a run, the client chooses as many from its data.\n" if self.drawn else ""
+        note += f"{self.secure}\n" if self.secure else ""
         note += "This table draws cohorts uniformly; in a run, they depend on the losses.\n" if self.sampled else ""
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n" + note
 
@@ -168,7 +174,19 @@ def preview_of(
     job, plan = make_job(run, model, server, round, client)
     update = null_update(run, model, job)
     down = serialization.byte_counts({"params": select(job.params, job.stale), **job.slots})
-    up = serialization.byte_counts({"delta": update.delta, **update.slots})
+    up: Mapping[str, int] = serialization.byte_counts({"delta": update.delta, **update.slots})
+    secure = ""
+    if run.secure_aggregation:
+        setup = round_setup(run, model, job, len(cohort), b"")
+        costs = client_costs(setup, cohort, client)
+        secure = (
+            f"Secure aggregation: the update is one vector of {run.secure_aggregation.bits}-bit numbers, masked; in "
+            f"clear it would have {sum(up.values()):,} bytes. Keys and shares are among the headers."
+        )
+        up, down = (
+            _masked(setup, costs.up),
+            {**down, serialization.HEADER: down.get(serialization.HEADER, 0) + costs.down},
+        )
     return Preview(
         method=run.method.name,
         model=model.name,
@@ -180,7 +198,16 @@ def preview_of(
         bytes_up=sum(up.values()),
         bytes_down=sum(down.values()),
         sampled=by_losses,
+        secure=secure,
     )
+
+
+def _masked(setup: RoundSetup, others: int) -> dict[str, int]:
+    """Return the bytes of a masked vector by name. Its own two numbers and all other messages are headers."""
+    up = {serialization.HEADER: others + NUMBERS * setup.dtype.itemsize}
+    for _, name, shape in setup.layout.entries:
+        up[name] = up.get(name, 0) + shape_bytes(shape, setup)
+    return up
 
 
 def _groups(model: Model, plan: Plan, up: Mapping[str, int], down: Mapping[str, int], by: str) -> Iterator[Group]:

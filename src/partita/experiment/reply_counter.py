@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from partita.core.client import Job
 from partita.core.data import EvaluateOn
-from partita.core.rounds import ClientFailure, Engine
+from partita.core.rounds import Engine, Reply
 from partita.core.settings import Run
-from partita.core.update import Update
+from partita.core.update import SecureSum
 
 OnReply = Callable[[int, int], None]  # gets the number of replies in this round so far, and the size of the cohort
 
@@ -28,11 +28,13 @@ class ReplyCounter:
     def clients(self) -> Sequence[str]:
         return self.engine.clients()
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
-        cohort = self.run.cohort_size(len(self.clients()))
-        self.on_reply(0, cohort)
-        for count, reply in enumerate(self.engine.train(jobs), 1):
-            self.on_reply(count, cohort)
+    def train(self, jobs: Iterable[Job]) -> Iterator[Reply]:
+        cohort, count = self.run.cohort_size(len(self.clients())), 0
+        self.on_reply(count, cohort)
+        for reply in self.engine.train(jobs):
+            if not isinstance(reply, SecureSum):  # it is the server's, not a client's
+                count += 1
+                self.on_reply(count, cohort)
             yield reply
 
     def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:

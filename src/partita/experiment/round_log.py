@@ -16,16 +16,19 @@ from partita.core.model import Model, layer_tag, layer_tags, role_tag
 from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.rounds import Engine, RoundResult, make_job
 from partita.core.settings import Run, RunError
+from partita.data import Task
 from partita.evaluation import evaluate
 from partita.evaluation.metrics import by_type, without_types
 from partita.experiment import early_stopping, run_folder
 from partita.experiment.alarms import LONG_WINDOW, RoundSummary, check_round, check_test, check_window, summarize
 from partita.experiment.builder import Experiment
 from partita.experiment.subgroups import SMALL, score_groups
+from partita.methods.layer_votes import LayerVote
 from partita.privacy.disclosure import withhold
 
 Row = dict[str, Any]
 HARMONIC_MEAN = "harmonic_mean"
+MAX_CONFUSED = 50  # with more classes, no confusion matrix is recorded
 
 
 @dataclass
@@ -83,13 +86,17 @@ def log_round(
     known = {**_losses(experiment, result), **validate_round(experiment, engine, result)}
     history.add(experiment, done, known)
     history.stopped = why_stop(experiment, engine, result.server, history, done)
-    tested = evaluate_round(experiment, engine, result, last=history.stopped is not None)
+    best = history.best(experiment) == done
+    tested = evaluate_round(experiment, engine, result, history.stopped is not None, best)
     events, choices = _rejections(experiment, result), _choices(experiment, result, history.summaries)
     row = {**_outcome(experiment, result, seconds), **tested, **known, **spending, **events, **choices}
     raised = [part["alarms"] for part in (tested, events, choices) if "alarms" in part]
     if raised:
         row["alarms"] = {kind: text for alarms in raised for kind, text in alarms.items()}
-    return withhold(row, experiment.guard.privacy_config.unit) if experiment.guard else row
+    if experiment.guard is None:
+        return row
+    private = experiment.guard.privacy_config
+    return withhold(row, private.unit, private.disclose_validation)
 
 
 def why_stop(experiment: Experiment, engine: Engine, server: Server, history: History, done: int) -> str | None:
@@ -153,7 +160,9 @@ def _jobs(experiment: Experiment, result: RoundResult, clients: list[str]) -> It
     return (make_job(run, model, result.server, result.number, client)[0] for client in clients)
 
 
-def evaluate_round(experiment: Experiment, engine: Engine, result: RoundResult, last: bool = False) -> Row:
+def evaluate_round(
+    experiment: Experiment, engine: Engine, result: RoundResult, last: bool = False, best: bool = False
+) -> Row:
     """Evaluate the model on the central test set and the clients' models on their own test sets, if due.
 
     Args:
@@ -161,12 +170,14 @@ def evaluate_round(experiment: Experiment, engine: Engine, result: RoundResult, 
         engine: The engine that ran the round.
         result: The round's result.
         last: Whether the run stops after this round.
+        best: Whether this round is the best so far on validation.
 
     Returns:
         "test" and "personal", "unseen" if there are unseen clients, "by_type" and "subgroups" if the test has such
-        scores, and "alarms" if the tested model raises one. There is none for clients' own models: a client with few
-        classes may well predict only one. Scores by entity type and by subgroup are of the central test set only,
-        because they say much about single examples.
+        scores, "confusion" in the last round and the best ones so far if each example has one of a few classes, and
+        "alarms" if the tested model raises one. There is none for clients' own models: a client with few classes may
+        well predict only one. Scores by entity type, by subgroup and by class are of the central test set only, because
+        they say much about single examples.
     """
     due, run = experiment.config.evaluate, experiment.run
     last = last or result.number + 1 == run.rounds
@@ -190,11 +201,14 @@ def evaluate_round(experiment: Experiment, engine: Engine, result: RoundResult, 
 
     test: dict[str, float] | None = None
     more: Row = {}
-    if last or (result.number + 1) % due.every == 0:
+    if due.every and (last or (result.number + 1) % due.every == 0):
         if _personal(run, *make_job(run, model, result.server, result.number, clients[0]), result.server):
             scores, score = score_own(federation.test), score_own
         else:
-            tested = evaluate(model, result.server.params, federation.test, experiment.evaluator)
+            confused = _confused_classes(federation.task) if last or best else 0
+            tested = evaluate(model, result.server.params, federation.test, experiment.evaluator, confused)
+            if tested.confusion:
+                more["confusion"] = {"classes": list(federation.task.classes), "counts": tested.confusion}
             scores, score = tested.scores, score_shared
             if raised := check_test(result.number, tested, federation.task.classes):
                 more["alarms"] = {alarm.kind: alarm.text for alarm in raised}
@@ -215,6 +229,11 @@ def evaluate_round(experiment: Experiment, engine: Engine, result: RoundResult, 
             unseen = early_stopping.evaluated_clients(experiment.config, federation.unseen)
             more["unseen"] = _by_metric(engine.evaluate(_jobs(experiment, result, unseen)))
     return {"test": test, "personal": personal, **more}
+
+
+def _confused_classes(task: Task) -> int:
+    """Return the number of classes of a confusion matrix; 0 if examples have other targets, or it would be large."""
+    return len(task.classes) if task.kind.one_class and len(task.classes) <= MAX_CONFUSED else 0
 
 
 def _by_metric(scored: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
@@ -247,7 +266,7 @@ def _may_report(experiment: Experiment) -> bool:
     They may not if the privacy guarantee covers those models or the clients' test sets.
     """
     guard = experiment.guard
-    return guard is None or (guard.privacy_config.unit == "example" and experiment.run.method.adapt is None)
+    return guard is None or (guard.privacy_config.unit != "client" and experiment.run.method.adapt is None)
 
 
 def _personal(run: Run, job: Job, plan: Plan, server: Server) -> bool:
@@ -275,6 +294,7 @@ def _outcome(experiment: Experiment, result: RoundResult, seconds: float) -> Row
         "up": dict(result.traffic.up),
         "down": dict(result.traffic.down),
         "drift": result.drift,
+        **({"secure": dict(result.secure)} if result.secure else {}),
     }
 
 
@@ -309,8 +329,9 @@ def _rejections(experiment: Experiment, result: RoundResult) -> Row:
 
 
 def _choices(experiment: Experiment, result: RoundResult, summaries: deque[RoundSummary]) -> Row:
-    """If clients choose their layers: report the choices, the scores behind them, and alarms."""
-    if not any(overrides(rule, "narrow") for rule in experiment.run.method.client_rules):
+    """If clients choose their layers or agree on them: report the choices, the scores behind them, and alarms."""
+    rules = experiment.run.method.client_rules
+    if not any(overrides(rule, "narrow") or isinstance(rule, LayerVote) for rule in rules):
         return {}
     summary = summarize(result, experiment.model)
     summaries.append(summary)

@@ -34,11 +34,14 @@ from partita.storage.atomic_files import (
     write,
 )
 from partita.storage.checkpoint import BEST
+from partita.track import TRACKERS
 
 CONFIG, ROWS, PLAN, ENVIRONMENT, RESULT = "config.toml", "rows.jsonl", "plan.json", "environment.json", "result.json"
 SPLIT, CHECKSUMS, CHECKPOINTS, CLIENTS = "split.json", "checksums.json", "checkpoints", "clients"
 PRIVACY, AUDIT, REPORT, LOCK = "privacy.json", "audit.json", "report.html", ".lock"
 SAMPLES = "samples.json"
+TRACK = "track"  # what trackers keep on this machine
+PROGRESS = "progress.json"  # only while the run goes on, or if it failed or was stopped
 EXTENSION = "extension.json"  # only while files are replaced to extend the run
 IDENTITY = "run"  # entry in the checksums of an extended run: its identity, which is that of the shorter run
 OUTDATED = (RESULT, AUDIT, SAMPLES)  # files about the run as it was before an extension
@@ -93,6 +96,8 @@ def verify(folder: Path) -> str | None:
         file = folder / name
         if ".." in file.parts or file.is_absolute() != folder.is_absolute() or folder not in file.parents:
             raise DamageError(f"{path} names '{name}', which is outside the run folder; {REMEDY}")
+        if name == str(secret.FILE) and not os.path.lexists(file) and finished(folder) is not None:
+            continue  # its owner deleted it, so that nobody can recompute the noise of the finished run
         if not file.is_file():
             raise DamageError(f"{file} is missing, but {CHECKSUMS} names it; {REMEDY}")
         if atomic_files.digest(atomic_files.read(file)) != digest:
@@ -298,6 +303,10 @@ def remove_run(folder: Path) -> None:
         for path in list_checksummed(states):
             path.unlink()
         _remove_if_empty(states)
+    for name in TRACKERS:
+        if (folder / TRACK / name).is_dir():
+            shutil.rmtree(folder / TRACK / name)
+    _remove_if_empty(folder / TRACK)
     for name in _code_files(folder):
         (folder / name).unlink(missing_ok=True)
     _remove_if_empty(folder / own_code.FOLDER)
@@ -307,6 +316,7 @@ def remove_run(folder: Path) -> None:
         AUDIT,
         REPORT,
         SAMPLES,
+        PROGRESS,
         PRIVACY,
         str(secret.FILE),
         SPLIT,

@@ -105,7 +105,7 @@ def split_methods(text: str) -> list[str]:
     Raises:
         OptionError: If the text cannot be read.
     """
-    specs = _split(text)
+    specs = split_items(text)
     for spec in specs or [""]:
         if not re.fullmatch(r"[\w+.:/~-]+\s*(\(.*\))?", spec, re.DOTALL):
             raise OptionError(f"cannot read --methods {format_value(text)}; write it as in 'fedavg,fedprox(mu=0.1)'")
@@ -123,7 +123,7 @@ def overrides_of(spec: str) -> tuple[list[str], list[str]]:
     """
     name, _, options = spec.partition("(")
     own, other = [f"method.name={name.strip()}"], []
-    for option in _split(options.strip().removesuffix(")")):
+    for option in split_items(options.strip().removesuffix(")")):
         key, equals, _ = option.partition("=")
         if not equals:
             raise OptionError(
@@ -136,8 +136,8 @@ def overrides_of(spec: str) -> tuple[list[str], list[str]]:
     return own, other
 
 
-def _split(text: str) -> list[str]:
-    """Split at the commas that are outside of brackets and quotation marks."""
+def split_items(text: str) -> list[str]:
+    """Split a list at the commas that are outside of brackets and quotation marks."""
     parts, closing, quote, escaped = [""], list[str](), "", False
     for char in text:
         if quote:

@@ -20,6 +20,7 @@ from partita.core.rounds import Engine, initial_server, rounds
 from partita.core.settings import RunError
 from partita.engines.autotune import first_with_examples
 from partita.engines.multiprocess import MultiprocessEngine
+from partita.engines.secure import SecureEngine
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation.own_metrics import OwnMetrics
 from partita.experiment import extension, run_folder
@@ -27,11 +28,13 @@ from partita.experiment.base_digest import BASE_DIGEST, check_base
 from partita.experiment.builder import Experiment, build, build_engine, makes_secret
 from partita.experiment.config import Config, differences, load_recorded
 from partita.experiment.config_code import code_copies
+from partita.experiment.ledger_engine import LedgerEngine, RunLedger, open_ledger
+from partita.experiment.progress_file import Connected, record_progress
 from partita.experiment.reply_counter import OnReply, ReplyCounter
 from partita.experiment.round_log import Row, log_round, restore_history, stages, why_stop
 from partita.experiment.samples import sample_answers
 from partita.experiment.split_record import describe_split
-from partita.experiment.tracking import open_trackers
+from partita.experiment.tracking import Track, open_trackers
 from partita.experiment.trusted_code import trust
 from partita.privacy import secret
 from partita.privacy.guard import PrivacyGuard
@@ -65,12 +68,13 @@ def start(config: Config, folder: Path, overwrite: bool = False, on_reply: OnRep
             "no client has training examples on this machine; with split.name = 'site', run the sites with "
             "'partita flower', or set split.client to the site whose data is here"
         )
+    charged = _admitted(experiment, folder)
     with run_folder.lock(folder):
         if overwrite:
             run_folder.remove_run(folder)
         prepare(experiment, folder)
         disk = DiskStore(folder / run_folder.CLIENTS, experiment.device, {})
-        with _engine_and_store(experiment, disk, on_reply) as (engine, store):
+        with _engine_and_store(experiment, disk, on_reply, charged) as (engine, store):
             yield from run_rounds(
                 experiment, folder, engine, store, initial_server(experiment.run, experiment.model), 0
             )
@@ -99,6 +103,7 @@ def resume(config: Config, folder: Path, rounds: int | None = None, on_reply: On
             f"extended to more than {planned} but not cut to {config.rounds}, so start a new run instead"
         )
     experiment = build(config, restore_secret(config, folder))
+    charged = _admitted(experiment, folder)
     with run_folder.lock(folder):
         if config.rounds > planned and identity:
             extension.check(experiment, planned, folder)
@@ -106,7 +111,7 @@ def resume(config: Config, folder: Path, rounds: int | None = None, on_reply: On
         saved = restore_all(experiment, folder)
         disk = DiskStore(folder / run_folder.CLIENTS, experiment.device, saved.states)
         disk.rewind(saved.done)
-        with _engine_and_store(experiment, disk, on_reply) as (engine, store):
+        with _engine_and_store(experiment, disk, on_reply, charged) as (engine, store):
             yield from run_rounds(experiment, folder, engine, store, saved.server, saved.done)
 
 
@@ -273,9 +278,21 @@ def _restore_spending(experiment: Experiment, guard: PrivacyGuard, folder: Path)
         guard.charge(row["round"], row["cohort"], row["privacy"]["signal"], row["population"])
 
 
+def _admitted(experiment: Experiment, folder: Path) -> RunLedger | None:
+    """Return the ledger of the run, if it has one, which allows all its rounds.
+
+    Raises:
+        LedgerError: If the ledger does not allow them.
+    """
+    charged = open_ledger(experiment, folder)
+    if charged is not None:
+        charged.admit()
+    return charged
+
+
 @contextmanager
 def _engine_and_store(
-    experiment: Experiment, disk: DiskStore, on_reply: OnReply | None
+    experiment: Experiment, disk: DiskStore, on_reply: OnReply | None, charged: RunLedger | None
 ) -> Iterator[tuple[Engine, ClientStore]]:
     """Build the engine, with its workers if there are several, and the store of the clients' state."""
     config = experiment.config.engine
@@ -283,6 +300,9 @@ def _engine_and_store(
     engine = build_engine(experiment, store)
 
     def counted(engine: Engine) -> Engine:
+        secure = experiment.run.secure_aggregation is not None
+        engine = SecureEngine(engine, experiment.run, experiment.model) if secure else engine
+        engine = engine if charged is None else LedgerEngine(engine, charged)
         return ReplyCounter(engine, experiment.run, on_reply) if on_reply else engine
 
     if config.workers == 1:
@@ -306,7 +326,13 @@ def _resolved(experiment: Experiment) -> Config:
 
 
 def run_rounds(
-    experiment: Experiment, folder: Path, engine: Engine, store: ClientStore, server: Server, done: int
+    experiment: Experiment,
+    folder: Path,
+    engine: Engine,
+    store: ClientStore,
+    server: Server,
+    done: int,
+    connected: Connected | None = None,
 ) -> Iterator[Row]:
     """Run the rounds from `done` on, record each one, and write the result at the end.
 
@@ -317,10 +343,22 @@ def run_rounds(
         store: The store of the clients' state. It is committed with every checkpoint.
         server: The server state after `done` rounds.
         done: Rounds that are already finished.
+        connected: Returns the clients that are connected, if they are remote.
 
     Yields:
         The row of each round.
     """
+    config = experiment.config
+    with (
+        open_trackers(config.track.to, tomllib.loads(config.to_toml()), folder) as track,
+        record_progress(engine, folder, experiment.run, experiment.guard is not None, connected) as observed,
+    ):
+        yield from _run_rounds(experiment, folder, observed, store, server, done, track)
+
+
+def _run_rounds(
+    experiment: Experiment, folder: Path, engine: Engine, store: ClientStore, server: Server, done: int, track: Track
+) -> Iterator[Row]:
     config, run, model = experiment.config, experiment.run, experiment.model
     state = {slot: tensors.to(part, experiment.device) for slot, part in server.state.items()}
     server = replace(server, params=tensors.to(server.params, experiment.device), state=state)
@@ -329,7 +367,6 @@ def run_rounds(
     with run_folder.expect_format(folder / run_folder.ROWS):
         history = restore_history(experiment, folder)
     last = deque(run_folder.read_rows(folder), maxlen=1)
-    track = open_trackers(config.track.to, tomllib.loads(config.to_toml()), folder)
     row: Row = last[0] if last else {}  # the run may have been stopped after its last round, before writing its result
     # A run that was killed before it wrote its result, or that is extended, may have stopped already.
     history.stopped = why_stop(experiment, engine, server, history, done)

@@ -1,41 +1,78 @@
-"""Sample answers of a run: some test examples in full, with what the model generates before and after training."""
+"""Samples of a run: some test examples in full, with what the model says before and after training."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+from torch.nn import functional
+
 from partita.core import tensors
+from partita.core.data import IGNORE_INDEX, Batch
 from partita.core.model import Model
 from partita.core.plan import RoundInfo, plan_for
 from partita.core.settings import Run, RunError
 from partita.core.tensors import Tensors
 from partita.data import Task
 from partita.evaluation import sample_texts
-from partita.tasks import CHAT, CHOICE, SEQ2SEQ
+from partita.evaluation.entities import TagScheme
+from partita.storage.png import data_uri, encode_png
+from partita.tasks import (
+    CHAT,
+    CHOICE,
+    IMAGE,
+    IMAGE_REGRESSION,
+    MULTI_LABEL_IMAGE,
+    MULTI_LABEL_TEXT,
+    SEQ2SEQ,
+    TEXT,
+    TEXT_REGRESSION,
+    TOKENS,
+    Normalization,
+)
 
 if TYPE_CHECKING:
     from partita.experiment.builder import Experiment
+    from partita.experiment.config import Config
 
 WRITERS = (CHAT, CHOICE, SEQ2SEQ)  # kinds whose examples have a text to write
+CLASSIFIERS = (IMAGE, MULTI_LABEL_IMAGE, IMAGE_REGRESSION, TEXT, MULTI_LABEL_TEXT, TEXT_REGRESSION, TOKENS)
 MAX_NEW_TOKENS = 64
+THUMBNAIL = 32  # pixels of the longest side of a sample image
+MAX_IMAGE = 3072  # bytes of a sample image; 4 kB as text
+NOTHING = "none"  # no label or no entity
 
 
-def check_samples(count: int, run: Run, model: Model, task: Task, client: str) -> None:
-    """Raise a RunError if answers cannot be sampled.
+def check_samples(config: Config, run: Run, model: Model, task: Task, client: str) -> None:
+    """Raise a RunError if samples cannot be recorded.
 
     Args:
-        count: `evaluate.samples`.
+        config: The config of the run.
         run: The run.
         model: The model.
         task: The task.
         client: Any client.
     """
+    count = config.evaluate.samples
     if not count:
         return
-    if task.kind not in WRITERS:
+    if config.privacy:
         raise RunError(
-            f"evaluate.samples is {count}, but a task of kind '{task.kind.name}' generates no text; leave it out, or "
-            "use data.name = 'chat' or 'seq2seq'"
+            f"evaluate.samples is {count}, but samples are test examples in full, and a private run records no "
+            "example; leave it out"
+        )
+    if task.kind not in (*WRITERS, *CLASSIFIERS):
+        raise RunError(
+            f"evaluate.samples is {count}, but a task of kind '{task.kind.name}' has no label or text for an example; "
+            "leave it out"
+        )
+    if config.engine.cache_frozen:
+        raise RunError(
+            f"evaluate.samples is {count}, but with engine.cache_frozen examples are kept as features of the frozen "
+            "layers, which no one can read; leave one of them out"
         )
     plans = [plan_for(run.method.plan, model, RoundInfo(round, run.rounds, client)) for round in (0, run.rounds - 1)]
     if any(plan.keep for plan in plans) or run.method.adapt is not None:
@@ -46,7 +83,9 @@ def check_samples(count: int, run: Run, model: Model, task: Task, client: str) -
 
 
 def sample_answers(experiment: Experiment, params: Tensors) -> list[dict[str, Any]]:
-    """Return the samples: "prompt", "reference", and the answers "before" and "after" training.
+    """Return the samples: "prompt", "reference", and what the model says "before" and "after" training.
+
+    A sample of a task with images has the "image" as the address of a small PNG image, and an empty prompt.
 
     Args:
         experiment: The experiment.
@@ -54,6 +93,8 @@ def sample_answers(experiment: Experiment, params: Tensors) -> list[dict[str, An
     """
     wanted, model, test = experiment.config.evaluate, experiment.model, experiment.federation.test
     initial = tensors.to(model.initial, experiment.device)
+    if experiment.federation.task.kind in CLASSIFIERS:
+        return _sample_predictions(experiment.federation.task, model, (initial, params), wanted.samples)
     before, after = (
         sample_texts(model, each, test, wanted.samples, wanted.max_new_tokens or MAX_NEW_TOKENS)
         for each in (initial, params)
@@ -62,3 +103,118 @@ def sample_answers(experiment: Experiment, params: Tensors) -> list[dict[str, An
         {"prompt": prompt, "reference": reference, "before": old, "after": new}
         for (prompt, reference, old), (_, _, new) in zip(before, after, strict=True)
     ]
+
+
+@torch.inference_mode()
+def _sample_predictions(task: Task, model: Model, versions: Sequence[Tensors], count: int) -> list[dict[str, Any]]:
+    """Return samples of a task with labels, tags or numbers. They are spread over the test set, which may be sorted."""
+    count = min(count, len(task.test))
+    batch = task.test.take(torch.arange(count) * len(task.test) // max(count, 1))
+    device = next(iter(versions[0].values())).device
+    inputs = tensors.to(batch.inputs, device)
+    logits = [model(params, inputs).with_logits().logits.float().cpu() for params in versions]
+    batch = Batch(tensors.to(batch.inputs, torch.device("cpu")), batch.targets.cpu())
+    samples = []
+    for place in range(count):
+        before, after = (_said(task, batch, place, each[place]) for each in logits)
+        shown = {"prompt": ""} if task.kind.inputs == "image" else {"prompt": _text(task, batch, place)}
+        if task.kind.inputs == "image":
+            shown["image"] = thumbnail(batch.inputs["pixel_values"][place], task.normalization)
+        samples.append({**shown, "reference": _truth(task, batch, place), "before": before, "after": after})
+    return samples
+
+
+def _truth(task: Task, batch: Batch, place: int) -> str:
+    """Return the target of an example as a text."""
+    target = batch.targets[place]
+    if task.kind.one_class:
+        return task.classes[int(target)]
+    if task.kind is TOKENS:
+        return _entities(task, batch, place, target)
+    if task.kind.outputs == "numbers":
+        return _numbers(task, target)
+    return _labels(task, target > 0)
+
+
+def _said(task: Task, batch: Batch, place: int, logits: Tensor) -> str:
+    """Return a prediction as a text: a class with its probability, or what `_truth` says for other targets."""
+    if not bool(logits.isfinite().all()):
+        return "not a number"
+    if task.kind.one_class:
+        likely = int(logits.argmax())
+        return f"{task.classes[likely]} ({float(logits.softmax(-1)[likely]):.0%})"
+    if task.kind is TOKENS:
+        return _entities(task, batch, place, logits.argmax(-1))
+    if task.kind.outputs == "numbers":
+        return _numbers(task, logits)
+    return _labels(task, logits > 0)
+
+
+def _labels(task: Task, chosen: Tensor) -> str:
+    names = [name for name, on in zip(task.classes, chosen.tolist(), strict=True) if on]
+    return ", ".join(names) or NOTHING
+
+
+def _numbers(task: Task, values: Tensor) -> str:
+    texts = [f"{value:.4g}" for value in values.flatten().tolist()]
+    return texts[0] if len(texts) == 1 else ", ".join(map("{} {}".format, task.classes, texts))
+
+
+def _text(task: Task, batch: Batch, place: int) -> str:
+    """Return the text of an example. The texts of a pair are joined by a bar."""
+    ids = batch.inputs["input_ids"][place][batch.inputs["attention_mask"][place] > 0]
+    separator = getattr(task.tokenizer, "sep_token_id", None)
+    cuts = [] if separator is None else (ids == separator).nonzero().flatten().tolist()
+    parts = torch.tensor_split(ids, cuts)
+    return " | ".join(text for part in parts if (text := _decoded(task, part)))
+
+
+def _decoded(task: Task, ids: Tensor) -> str:
+    return str(task.tokenizer.decode(ids.tolist(), skip_special_tokens=True)).strip()
+
+
+def _entities(task: Task, batch: Batch, place: int, tags: Tensor) -> str:
+    """Return the entities of an example as "type: words", in order.
+
+    Args:
+        task: The task.
+        batch: The examples.
+        place: The example.
+        tags: The tag of each token, (token,). Only tokens with a target count.
+    """
+    ids, targets = batch.inputs["input_ids"][place], batch.targets[place]
+    scored = (targets != IGNORE_INDEX).nonzero().flatten()  # (word,)
+    end = int((batch.inputs["attention_mask"][place] > 0).nonzero().max()) + 1
+    bounds = [*scored.tolist(), end]  # a word goes on to the next one
+    scheme = TagScheme(task.classes)
+    spans = scheme.spans(tags[scored].numpy(), (torch.arange(len(scored)) == 0).numpy())
+    found = [
+        f"{scheme.types[kind]}: {_decoded(task, ids[bounds[start] : bounds[stop]])}"
+        for start, stop, kind in zip(spans.starts.tolist(), spans.ends.tolist(), spans.types.tolist(), strict=True)
+    ]
+    return "; ".join(found) or NOTHING
+
+
+def thumbnail(pixels: Tensor, normalization: Normalization | None) -> str:
+    """Return an image as the address of a small PNG image.
+
+    Args:
+        pixels: The image as a model takes it, (channel, height, width).
+        normalization: How its pixels were scaled. Default: the darkest one becomes black and the brightest white.
+    """
+    pixels = pixels[: 3 if len(pixels) >= 3 else 1].float()
+    if normalization is not None:
+        mean, std = (torch.tensor(values)[: len(pixels), None, None] for values in normalization)
+        pixels = pixels * std + mean
+    else:
+        low, high = pixels.min(), pixels.max()
+        pixels = (pixels - low) / (high - low).clamp_min(1e-12)
+    longest = min(THUMBNAIL, max(pixels.shape[1:]))
+    while True:
+        scale = min(1.0, longest / max(pixels.shape[1:]))
+        height, width = (max(1, math.floor(side * scale)) for side in pixels.shape[1:])
+        small = functional.adaptive_avg_pool2d(pixels, (height, width)).clamp(0, 1).mul(255).round().to(torch.uint8)
+        image = encode_png(small.permute(1, 2, 0).contiguous().numpy().tobytes(), width, height, len(small))
+        if len(image) <= MAX_IMAGE:
+            return data_uri(image)
+        longest -= 2  # noise does not compress

@@ -7,10 +7,14 @@ from typing import Any
 import torch
 
 from partita.core.data import TableExamples
+from partita.core.rng import Key
+from partita.core.settings import RunError
 from partita.data import Federation
 from partita.data.packing import PackedExamples
+from partita.experiment.builder import build_data, build_method
+from partita.experiment.config import Config
 
-MAX_CLIENTS = 200  # clients that are recorded, so that ten thousand cost no more
+MAX_CLIENTS = 1000  # clients that are recorded, so that ten thousand cost no more
 MAX_CLASSES = 100  # with more classes, only sizes are recorded
 
 
@@ -38,6 +42,21 @@ def describe_split(federation: Federation) -> dict[str, Any] | None:
         return None
     classes = {"classes": list(task.classes)} if counted else {}
     return {"population": len(federation.clients), **classes, "clients": clients}
+
+
+def split_of_config(config: Config) -> dict[str, Any]:
+    """Load and split the data of a config, and describe the split. No model is built.
+
+    Raises:
+        RunError: If the data is not on this machine.
+    """
+    held = describe_split(build_data(config, build_method(config.method), Key(config.seed)))
+    if held is None:
+        raise RunError(
+            "no client has training examples on this machine; with split.name = 'site', set split.client to the site "
+            "whose data is here"
+        )
+    return held
 
 
 def _label_counts(federation: Federation, examples: TableExamples) -> list[int]:

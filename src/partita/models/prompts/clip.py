@@ -71,7 +71,8 @@ def clip(
     assert shape is not None
     new = getattr(task, "new", None)  # random towers need a token for each word of the new classes too
     classes = (*task.classes, *(new.classes if new else ()))
-    words = sorted({word for text in (template.format(""), *classes) for word in _words(text)})
+    names = [label.replace("_", " ") for label in classes]
+    words = sorted({word for text in (template.format(""), *names) for word in _words(text)})
     with loading.seeded(key):
         module = CLIPModel(_config(shape, task, len(words)))
     return freeze(f"random {shape} clip", module, _word_tokenizer(words), task.classes, template, DTYPES[dtype])

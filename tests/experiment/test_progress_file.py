@@ -1,0 +1,202 @@
+"""A run says in a file of its folder how far its round is, and never waits for that file or fails with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import small_config, toy_run
+
+from partita.core.client import Job
+from partita.core.rounds import ClientFailure
+from partita.core.tensors import Tensors
+from partita.core.update import Update
+from partita.experiment import progress_file, run_folder
+from partita.experiment.config import Config
+from partita.experiment.progress_file import ProgressEngine, ProgressFile, record_progress
+from partita.experiment.runner import resume, start
+from partita.methods.fedavg import fedavg
+from partita.privacy.guard import PrivacyConfig
+from partita.report import schema
+from partita.storage import atomic_files
+
+NOTHING: Tensors = {}
+
+
+class Scripted:
+    """An engine whose second client is lost."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def clients(self) -> Sequence[str]:
+        return self.names
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
+        for place, job in enumerate(jobs):
+            yield (
+                ClientFailure(job.client, "no " * 300) if place == 1 else Update(job.client, NOTHING, {}, 1.0, {}, None)
+            )
+
+    def evaluate(self, jobs: Iterable[Job], on: object = None) -> Iterator[tuple[str, dict[str, float]]]:
+        yield from ((job.client, {"accuracy": 1.0}) for job in jobs)
+
+
+def jobs(round: int, *clients: str) -> list[Job]:
+    return [Job(round, client, NOTHING, frozenset()) for client in clients]
+
+
+class WithoutThread(ProgressFile):
+    """A file that is only written when a test says so."""
+
+    def begin(self) -> None:
+        pass
+
+
+def progress_of(folder: Path, private: bool = False, **more: Any) -> ProgressFile:
+    return WithoutThread(folder, replace(toy_run(fedavg()), rounds=9), private, **more)
+
+
+def content(progress: ProgressFile) -> dict[str, Any]:
+    progress._write()
+    found: dict[str, Any] = schema.PROGRESS(json.loads(progress.path.read_text()), "it")
+    return found
+
+
+def test_the_file_follows_a_round(tmp_path: Path) -> None:
+    progress = progress_of(tmp_path)
+    engine = ProgressEngine(Scripted("a", "b", "c"), progress)
+    assert content(progress)["phase"] == "waiting"
+    assert engine.clients() == ("a", "b", "c")
+    replies = engine.train(jobs(4, "a", "b", "c"))
+    next(replies)
+    begun = content(progress)
+    expected = {"state": "running", "phase": "training", "round": 4, "rounds": 9, "cohort": 3, "online": 3}
+    assert begun == begun | expected | {"asked": 1, "replied": 1}
+    next(replies)
+    halfway = content(progress)
+    assert halfway["clients"] == {"a": "replied", "b": "lost"}
+    assert halfway["lost"].keys() == {"b"}
+    assert len(halfway["lost"]["b"]) == progress_file.MAX_TEXT
+    assert halfway["replied"] == 1
+    assert len(list(replies)) == 1
+    assert content(progress)["phase"] == "evaluating"
+    assert "pace" not in begun
+    next(engine.train(jobs(5, "c")))
+    after = content(progress)
+    assert (after["round"], after["clients"], after["lost"]) == (5, {"c": "replied"}, {})
+    assert after["pace"] >= 0
+    progress.close("finished")
+    assert not progress.path.exists()
+
+
+def test_waiting_for_remote_clients_shows_who_is_connected(tmp_path: Path) -> None:
+    names = ["north"]
+    progress = progress_of(tmp_path, connected=lambda: names)
+    assert (content(progress)["online"], content(progress)["present"]) == (1, ["north"])
+
+
+def test_the_file_names_a_bounded_number_of_clients(tmp_path: Path) -> None:
+    many = [f"c{number}" for number in range(progress_file.NAMED + 50)]
+    progress = progress_of(tmp_path, connected=lambda: many)
+    progress.begin_round(0, len(many))
+    for client in many:
+        progress.ask(client)
+        progress.receive(ClientFailure(client, "away"))
+    told = content(progress)
+    assert told["asked"] == told["online"] == len(many)
+    assert len(told["clients"]) == len(told["lost"]) == len(told["present"]) == progress_file.NAMED
+
+
+def test_a_private_run_does_not_tell_of_clients_or_quote_an_error(tmp_path: Path) -> None:
+    (tmp_path / "toy").mkdir()
+    progress = progress_of(tmp_path / "toy", private=True, connected=lambda: ["a"])
+    engine = ProgressEngine(Scripted("a", "b"), progress)
+    engine.clients()
+    list(engine.train(jobs(0, "a", "b")))
+    told = content(progress)
+    assert told.keys() == {"state", "phase", "rounds", "round", "started", "updated", "process"}
+    config = replace(small_config("fedavg", 2), privacy=PrivacyConfig(noise=4.0, accountant="rdp"))
+    error = fail_in_the_second_round(config, tmp_path / "run")
+    assert (error["state"], error["error"]) == ("failed", "ZeroDivisionError")
+
+
+def fail_in_the_second_round(config: Config, folder: Path) -> dict[str, Any]:
+    """What the file says after a failure in a run of this config, which must have begun to train."""
+
+    def on_reply(replies: int, cohort: int) -> None:
+        if (folder / run_folder.ROWS).exists():
+            raise ZeroDivisionError("with value 42")
+
+    with pytest.raises(ZeroDivisionError):
+        list(start(config, folder, on_reply=on_reply))
+    found: dict[str, Any] = schema.PROGRESS(json.loads((folder / run_folder.PROGRESS).read_text()), "it")
+    return found
+
+
+def test_a_failed_run_says_why_and_a_resumed_and_finished_one_has_no_progress(tmp_path: Path) -> None:
+    config = small_config("fedavg", 3)
+    told = fail_in_the_second_round(config, tmp_path)
+    assert (told["state"], told["error"], told["round"]) == ("failed", "ZeroDivisionError: with value 42", 0)
+    rows = resume(config, tmp_path)
+    next(rows)
+    rows.close()
+    assert json.loads((tmp_path / run_folder.PROGRESS).read_text())["state"] == "stopped"
+    list(resume(config, tmp_path))
+    assert run_folder.finished(tmp_path)
+    assert not (tmp_path / run_folder.PROGRESS).exists()
+
+
+def test_overwriting_a_run_deletes_its_progress(tmp_path: Path) -> None:
+    fail_in_the_second_round(small_config("fedavg", 3), tmp_path)
+    with run_folder.lock(tmp_path):
+        run_folder.remove_run(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".lock"]
+
+
+def test_a_file_that_cannot_be_written_is_a_warning_in_the_next_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress = progress_of(tmp_path)
+
+    def full(*_: object, **__: object) -> None:
+        raise atomic_files.DiskError("no space left")
+
+    monkeypatch.setattr(progress_file, "write", full)
+    with pytest.warns(UserWarning, match=r"cannot write .*progress.json \(no space left\), so 'partita watch'"):  # noqa: PT031
+        progress._write()
+        progress.begin_round(0, 1)
+    progress.begin_round(1, 1)  # once is enough
+
+
+def test_only_the_thread_of_the_file_touches_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writers = set[str]()
+    written = threading.Event()
+
+    def write(path: Path, data: bytes, sync: bool) -> None:
+        assert not sync
+        writers.add(threading.current_thread().name)
+        written.set()
+
+    monkeypatch.setattr(progress_file, "write", write)
+    with record_progress(Scripted("a"), tmp_path, toy_run(fedavg()), private=False) as engine:
+        engine.clients()
+        list(engine.train(jobs(0, "a")))
+        assert written.wait(10)
+        assert dict(engine.evaluate(jobs(0, "a"))) == {"a": {"accuracy": 1.0}}
+    assert writers == {"progress"}
+    assert all(thread.name != "progress" for thread in threading.enumerate())
+
+
+def test_a_run_that_has_no_round_to_run_only_deletes_old_progress(tmp_path: Path) -> None:
+    progress_of(tmp_path)._write()
+    assert os.listdir(tmp_path) == [run_folder.PROGRESS]
+    with record_progress(Scripted("a"), tmp_path, toy_run(fedavg()), private=False):
+        pass
+    assert not os.listdir(tmp_path)
