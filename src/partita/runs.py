@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from partita.core.model import Model
     from partita.core.tensors import Tensors
     from partita.experiment.config import Config
+    from partita.experiment.recorded_model import RoundChoice
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run in its folder. Reading it runs no code of the folder; only `model` does.
+    """A run in its folder. Reading it runs no code of the folder; only `model` and `export` do.
 
     Attributes:
         record: What the folder holds, as the report reads it.
@@ -64,14 +65,17 @@ class RecordedRun:
         """The last scores of clients' models on their own test sets, by metric and client; empty if there are none."""
         return next((row["personal"] for row in reversed(self.rows) if row.get("personal")), {})
 
-    def model(self, client: str | None = None, trust_code: bool = False) -> tuple[Model, Tensors]:
-        """Build the model and read its parameters from the newest checkpoint.
+    def model(
+        self, client: str | None = None, trust_code: bool = False, round: RoundChoice = "last"
+    ) -> tuple[Model, Tensors]:
+        """Build the model and read its parameters from a checkpoint.
 
         This loads the data and everything else that the config names.
 
         Args:
             client: The client whose own model to return: with the parameters that it keeps. Default: the server's.
             trust_code: Run the own code in the folder even if this user has not started the run.
+            round: "best" on validation examples, "last", or a number of finished rounds.
 
         Returns:
             `(model, parameters)`, for `partita.score` or `model(parameters, inputs)`.
@@ -81,7 +85,55 @@ class RecordedRun:
         """
         from partita.experiment.recorded_model import load_model
 
-        return load_model(self.folder, client, trust_code)
+        return load_model(self.folder, client, trust_code, round)
+
+    def export(
+        self,
+        folder: Path | str,
+        round: RoundChoice = "last",
+        client: str | None = None,
+        merge: bool = False,
+        trust_code: bool = False,
+    ) -> Path:
+        """Write the model as a folder that loads without partita, with a model card, as `partita export` does.
+
+        Args:
+            folder: The folder to write. It must not exist.
+            round: "best" on validation examples, "last", or a number of finished rounds.
+            client: The client whose own model to write. Default: the server's.
+            merge: Write a folder that needs no other: with the adapter added to its base, or the towers of prompts.
+            trust_code: Run the own code in the folder even if this user has not started the run.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ExportError: If the folder exists, or the model cannot be written like this.
+        """
+        from partita.experiment.export import export_model
+        from partita.experiment.recorded_model import load_recorded_model
+
+        export_model(load_recorded_model(self.folder, round, trust_code), Path(folder), client, merge)
+        return Path(folder)
+
+    def evaluate(self, data: Path | str | None = None, **options: Any) -> dict[str, Any]:
+        """Evaluate the model on the run's own test set or on other data, as `partita evaluate` does.
+
+        Args:
+            data: File, folder or Hub id. Default: the run's central test set.
+            **options: The fields of `partita.experiment.evaluate.Options`: `split`, `round`, `client`, `all_clients`,
+                `by`, `groups`, `bootstrap`, `seed`, `least`, `unknown_labels` and `trust_code`.
+
+        Returns:
+            "scores" with "value", "low" and "high" of each metric; "by", "confusion", "calibration" and more. Docs:
+            docs/guide/results.md.
+
+        Raises:
+            ValueError: If the data does not fit the model.
+        """
+        from partita.experiment.evaluate import evaluate_folder, with_options
+
+        return evaluate_folder(self.folder, with_options(data=None if data is None else str(data), **options))
 
     def to_frame(self) -> Any:
         """Return the rows as a pandas DataFrame; see `to_frame`."""

@@ -16,12 +16,12 @@ from report_fixtures import write_run
 from partita.experiment.compare import expand
 from partita.experiment.runner import start
 from partita.report import load_run, page
-from partita.report.page import commands
+from partita.report.reproduce import commands
 
 
 def shell_block(text: str) -> str:
     """The commands as a browser copies them."""
-    [block] = re.findall(r"<h2>Reproduce</h2>.*?<pre>(.*?)</pre>", text, re.DOTALL)
+    [block] = re.findall(r">Reproduce</h2>.*?<pre[^>]*>(.*?)</pre>", text, re.DOTALL)
     return unescape(block)
 
 

@@ -19,7 +19,7 @@ from partita import tasks
 from partita.core.rng import Key
 from partita.data import Federation, Table, Task, split
 from partita.data.client_ids import NumberedClients
-from partita.data.task import ClientSplit, Partition
+from partita.data.partition import ClientSplit, Partition
 from partita.experiment.split_record import MAX_CLIENTS, describe_split
 from partita.report import RunRecord, load_run, page
 from partita.report.split_figure import split_grid, splits
@@ -117,4 +117,4 @@ def test_labels_with_equal_splits_share_a_panel(tmp_path: Path) -> None:
     assert [each.labels for each in splits([replace(records[0], split={}), records[1]])] == [["fedprox"]]
     old = load_run(write_run(tmp_path, "old", 0, rounds=2))
     assert split_grid([old]) is None
-    assert "<h2>Data</h2>" not in page([old], tmp_path / "page.html").read_text()
+    assert 'id="split"' not in page([old], tmp_path / "page.html").read_text()

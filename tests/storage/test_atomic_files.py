@@ -44,6 +44,12 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(disk: list[str], tmp_path:
         assert os.listdir(path.parent) == ["file"]
 
 
+def test_a_file_that_need_not_survive_a_power_cut_does_not_wait_for_the_disk(disk: list[str], tmp_path: Path) -> None:
+    atomic_files.write(tmp_path / "file", b"data", sync=False)
+    assert (tmp_path / "file").read_bytes() == b"data"
+    assert disk == ["rename to file"]
+
+
 def test_what_is_appended_is_on_the_disk_and_so_is_a_new_name(disk: list[str], tmp_path: Path) -> None:
     path = tmp_path / "file"
     atomic_files.append(path, b"one")
@@ -52,6 +58,13 @@ def test_what_is_appended_is_on_the_disk_and_so_is_a_new_name(disk: list[str], t
     atomic_files.append(path, b"two")
     assert disk == ["6 bytes"]
     assert path.read_bytes() == b"onetwo"
+
+
+def test_a_file_for_its_owner_alone_is_never_readable_by_others(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    for data in (b"one", b"two"):
+        atomic_files.write(path, data, mode=0o600)
+        assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_what_a_dead_process_left_is_in_nobodys_way(tmp_path: Path) -> None:

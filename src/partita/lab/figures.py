@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from partita.lab import experiments as lab
 from partita.report.plot_style import COLORS, INK, MUTED, new_figure, style_axes, svg
+from partita.report.templating import render
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -187,16 +186,7 @@ def save(drawn: CaptionedFigure, folder: Path) -> list[Path]:
 
 def page(drawn: Sequence[CaptionedFigure], path: Path) -> Path:
     """Write the figures to one self-contained HTML file."""
-    css = (files("partita.report") / "page.css").read_text(encoding="utf-8")
     title = "Attention kernels, frozen: the linear-attention laboratory"
-    figures = "".join(
-        f"<figure>{svg(item.figure, item.name)}<figcaption>{escape(item.caption)}</figcaption></figure>\n"
-        for item in drawn
-    )
-    path.write_text(
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
-        f"<style>{css}</style>\n</head>\n<body>\n<main>\n<h1>{escape(title)}</h1>\n{figures}</main>\n</body>\n</html>\n",
-        encoding="utf-8",
-    )
+    figures = [{"name": item.name, "svg": svg(item.figure, item.name), "caption": item.caption} for item in drawn]
+    path.write_text(render("laboratory", title=title, figures=figures), encoding="utf-8")
     return path

@@ -1,8 +1,9 @@
-"""Tables, figures and an HTML page from recorded runs. Matplotlib and scipy are imported lazily."""
+"""Tables, an HTML page and figures from recorded runs. Jinja2, matplotlib and scipy are imported lazily."""
 
 from partita.report.comparison import Comparison
 from partita.report.load import ReportError, RunRecord, find, load_run, load_runs, read_metric
 from partita.report.page import page
+from partita.report.paper_figures import figures
 from partita.report.plots import picture
 from partita.report.render import to_json, to_markdown, to_text
 from partita.report.tables import compare
@@ -12,6 +13,7 @@ __all__ = [
     "ReportError",
     "RunRecord",
     "compare",
+    "figures",
     "find",
     "load_run",
     "load_runs",

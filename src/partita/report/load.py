@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,16 +49,25 @@ class RunRecord:
     split: Mapping[str, Any] = field(default_factory=dict)  # what clients hold; empty if it was not recorded
     samples: tuple[Mapping[str, str], ...] = ()  # test examples with answers; empty if none were recorded
     config_text: str = ""  # the config as it was written
+    best: int | None = None  # completed rounds at the best score on validation; None if there is none
     stopped: str = ""  # why and when the run stopped before its last round; empty if it did not
 
 
 def find(folder: Path | str) -> list[Path]:
     """Return all run folders at or below a folder, sorted by path. Symbolic links are not followed.
 
+    The runs of a trial of `partita tune` are left out: they were scored on validation, not on the test set.
+
     Raises:
         ReportError: If there is no run folder.
     """
-    folders = sorted(Path(parent) for parent, _, names in os.walk(folder) if {"rows.jsonl", "config.toml"} <= {*names})
+    folders = []
+    for parent, below, names in os.walk(folder):
+        if "trial.json" in names:
+            below.clear()
+        elif {"rows.jsonl", "config.toml"} <= {*names}:
+            folders.append(Path(parent))
+    folders.sort()
     if not folders:
         raise ReportError(f"no run at or below '{folder}'; a run folder holds config.toml and rows.jsonl")
     return folders
@@ -94,6 +104,7 @@ def load_run(folder: Path | str) -> RunRecord:
         split=_json(folder / "split.json", schema.split),
         samples=tuple(_json(folder / "samples.json", schema.SAMPLES).get("samples", ())),
         config_text=config_text,
+        best=(_json(folder / "result.json", schema.RESULT).get("best") or {}).get("after"),
         stopped=_stopped(folder / "result.json"),
     )
 
@@ -285,6 +296,11 @@ def by_label(records: Iterable[RunRecord]) -> dict[str, list[RunRecord]]:
     if not groups:
         raise ReportError("there is no run to report; give at least one run folder")
     return {label: [repeats[seed] for seed in sorted(repeats)] for label, repeats in groups.items()}
+
+
+def by_number(name: str) -> list[tuple[int, str]]:
+    """Sort c2 before c10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,15})", name)]
 
 
 def settings(record: RunRecord) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MISSING = "–"
@@ -28,6 +29,10 @@ class Metric:
         if self.recorded_fraction is not None:
             return self.recorded_fraction
         return self.name in LOWER_FRACTIONS or (self.higher_is_better and self.name not in UNBOUNDED)
+
+    def worst_tenth(self, values: Sequence[float]) -> list[float]:
+        """Return the worst tenth of the clients' values, at least one, the worst first."""
+        return sorted(values, reverse=not self.higher_is_better)[: math.ceil(len(values) / 10)]
 
     @property
     def scale(self) -> float:

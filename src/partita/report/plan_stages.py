@@ -83,7 +83,7 @@ def plan_grid(records: Sequence[RunRecord]) -> Figure | None:
     from matplotlib.patches import Patch
 
     parameters = [row for _, stage in shown for row in stage["rows"]]
-    layers = sorted({row.get("layer") for row in parameters}, key=_layer_order)
+    layers = sorted({row.get("layer") for row in parameters}, key=layer_order)
     known = {_role(row) for row in parameters}
     statuses = {status(row) for row in parameters}
     if any(plan.choosing for plan, _ in shown):
@@ -138,7 +138,7 @@ def _draw_cell(panel: Axes, column: int, row: int, cell: Sequence[tuple[Row, flo
             left += width
 
 
-def _layer_order(layer: str | None) -> tuple[bool, int, str]:
+def layer_order(layer: str | None) -> tuple[bool, int, str]:
     """Sort parameters outside the layers first, then layers by number."""
     digits = re.findall(r"\d{1,9}", layer or "")
     return layer is not None, int(digits[-1]) if digits else -1, layer or ""

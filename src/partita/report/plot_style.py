@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,6 @@ UNUSED_COLOR = "#e6e9ed"
 ROLES = ("embedding", "query", "key", "value", "output", "mlp", "norm", "head")
 
 
-PointTitles = Mapping[str, Sequence[str]]  # gid of a line -> texts of its points
-
-
 @dataclass(frozen=True)
 class Style:
     """Color and dash pattern of a label."""
@@ -44,11 +40,8 @@ def styles(labels: Iterable[str]) -> dict[str, Style]:
     }
 
 
-def svg(figure: Figure, name: str, titles: PointTitles | None = None) -> str:
-    """Convert a figure to inline SVG that scales with the page and uses its CSS colors. Ids are prefixed by `name`.
-
-    `titles` are the texts that a browser shows for the points of a line, in their order.
-    """
+def svg(figure: Figure, name: str) -> str:
+    """Convert a figure to inline SVG that scales with the page and uses its CSS colors. Ids are prefixed by `name`."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()
@@ -58,28 +51,12 @@ def svg(figure: Figure, name: str, titles: PointTitles | None = None) -> str:
     text = text[text.index("<svg") :].replace("xlink:href", "href")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r' xmlns(:xlink)?="[^"]*"| (width|height)="[\d.]+pt"', "", text, count=4)
-    for line, texts in (titles or {}).items():
-        text = _with_titles(text, line, texts)
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
     text = re.sub(r' id="([^"]*)"', lambda match: f' id="{name}-{match[1]}"' if match[1] in used else "", text)
     text = re.sub(r'(href="|url\()#', rf"\1#{name}-", text)
     for color, variable in ((INK, "--ink"), (MUTED, "--muted"), (GRID, "--grid"), (UNUSED_COLOR, "--faint")):
         text = text.replace(color, f"var({variable})")
     return text
-
-
-def _with_titles(text: str, line: str, titles: Sequence[str]) -> str:
-    """Give each point of a line its title, if the line has as many points as there are titles."""
-    before, start, rest = text.partition(f'<g id="{line}">')
-    inner, end, after = rest.partition('<g id="')
-    points = re.split(r"(<use [^>]*)/>", inner)  # text and points in turns
-    if len(points) != 2 * len(titles) + 1:
-        return text
-    named = [
-        f"{gap}{point}><title>{html.escape(printable(title))}</title></use>"
-        for gap, point, title in zip(points[::2], points[1::2], titles, strict=False)
-    ]
-    return "".join([before, start, *named, points[-1], end, after])
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from partita.report.load import ReportError, RunRecord, by_label, metric_of, number, personal, present, sent, tested
+from partita.report.curves import Curve, curve_of
+from partita.report.load import ReportError, RunRecord, by_label, metric_of, number, personal
 from partita.report.metric import Metric
 from partita.report.plan_stages import changes
 from partita.report.plot_style import (
@@ -18,7 +18,6 @@ from partita.report.plot_style import (
     INK,
     MUTED,
     ROLES,
-    PointTitles,
     Style,
     legend,
     legend_height,
@@ -28,7 +27,7 @@ from partita.report.plot_style import (
     styles,
     whole_rounds,
 )
-from partita.report.tables import gains, local_baseline, mean, standard_deviation, worst_tenth
+from partita.report.tables import gains, local_baseline, mean, worst_tenth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,39 +35,6 @@ if TYPE_CHECKING:
 
 
 ClientValues = Mapping[int, Mapping[str, float]]  # seed -> client -> value
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Mean and sample standard deviation over the seeds tested after a round, in display units."""
-
-    rounds: list[int]  # completed rounds, so the first is 1
-    mean: list[float]  # mean over seeds
-    sd: list[float]  # 0 if only one seed reached the round
-    megabytes: list[float] | None  # sent up by all clients so far
-
-
-def curve_of(runs: Sequence[RunRecord], metric: Metric) -> Curve:
-    """Compute the curve of one label."""
-    by_round: dict[int, list[float]] = {}
-    for run in runs:
-        for round, value in tested(run, metric.name):
-            if value is not None:
-                by_round.setdefault(round, []).append(metric.scale * value)
-    sums = [_cumulative(run) for run in runs]
-    megabytes = [mean([by_run[round] for by_run in sums if round in by_run]) for round in sorted(by_round)]
-    return Curve(
-        rounds=[round + 1 for round in sorted(by_round)],
-        mean=[fmean(by_round[round]) for round in sorted(by_round)],
-        sd=[standard_deviation(by_round[round]) or 0.0 for round in sorted(by_round)],
-        megabytes=None if None in megabytes else present(megabytes),
-    )
-
-
-def _cumulative(run: RunRecord) -> dict[int, float]:
-    """Return the megabytes sent up by the end of each round. Empty if bytes were not recorded."""
-    sums = accumulate(size / 1e6 for size in sent(run, "up") or ())
-    return dict(zip((row["round"] for row in run.rows), sums, strict=False))
 
 
 def metric_by_round(records: Sequence[RunRecord], name: str | None = None) -> Figure | None:
@@ -263,26 +229,6 @@ def personal_values(records: Sequence[RunRecord], metric: Metric) -> dict[str, C
     }
 
 
-def personal_titles(records: Sequence[RunRecord], name: str | None = None) -> PointTitles:
-    """Return the texts of the dots of `personal_by_client`."""
-    metric = metric_of(records, name)
-    return _titles(personal_values(records, metric), metric.show)
-
-
-def gain_titles(records: Sequence[RunRecord], name: str | None = None) -> PointTitles:
-    """Return the texts of the dots of `gain_by_client`."""
-    metric = metric_of(records, name)
-    return _titles(gains(by_label(records), metric), lambda value: metric.text(value, "+"))
-
-
-def _titles(values: Mapping[str, ClientValues], show: Callable[[float], str]) -> PointTitles:
-    drawn = [seeds for seeds in values.values() if any(seeds.values())]
-    return {
-        f"clients-{row}": [f"{client}, seed {seed}: {show(value)}" for value, client, seed in _ranked(seeds)]
-        for row, seeds in enumerate(drawn)
-    }
-
-
 def _ranked(seeds: ClientValues) -> list[tuple[float, str, int]]:
     """Return (value, client, seed) of all dots of a strip, sorted by value."""
     return sorted((value, client, seed) for seed, clients in seeds.items() for client, value in clients.items())
@@ -320,7 +266,7 @@ def _draw_clients(
         heights = [row + 0.3 - 0.6 * rank / max(1, len(dots) - 1) for rank in range(len(dots))]
         axes.plot(
             dots, heights, "o", color=label_styles[label].color, markersize=3.6, alpha=0.55, markeredgewidth=0,
-            zorder=2, gid=f"clients-{row}",
+            zorder=2,
         )  # fmt: skip
         by_seed = [list(clients.values()) for clients in seeds.values()]
         center, worst = mean([mean(seed) for seed in by_seed]), mean([worst_tenth(seed, metric) for seed in by_seed])

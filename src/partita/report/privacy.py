@@ -42,15 +42,20 @@ def guarantees(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
             lines.append(
                 (
                     label,
-                    f"{about.get('unit')}, {about.get('sampling')}",
+                    f"{_unit(about)}, {about.get('sampling')}",
                     _number(about, "budget"),
                     cost,
                     _number(about, "delta"),
                     drawn,
+                    str(about.get("noise_added", MISSING)),
                     str(about.get("accountant", MISSING)),
                 )
             )
     return lines
+
+
+def _unit(about: Mapping[str, Any]) -> str:
+    return f"group ({about['group']})" if about.get("group") else str(about.get("unit"))
 
 
 def attack_results(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
@@ -76,6 +81,9 @@ def bounds(records: Sequence[RunRecord]) -> list[str]:
         text = f"epsilon is at least {_number(bound, 'epsilon')} with {bound['confidence']:.0%} confidence ({evidence})"
         planned = number((claimed or {}).get("planned"))
         claim = "and no privacy was claimed" if planned is None else f"and is claimed to be at most {short(planned)}"
+        group = record.audit.get("group")
+        if group is not None and group != record.privacy.get("group"):
+            planned, claim = None, f"for all examples with the same {group}, about which nothing was claimed"
         broken = planned is not None and bound["epsilon"] > planned
         alarm = ". The claim is false: look for what leaves a client without noise" if broken else ""
         comments.append(f"{record.label}, seed {record.seed}: {text}, {claim}{alarm}.")

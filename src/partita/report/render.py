@@ -10,6 +10,7 @@ from partita.report.comparison import Comparison, Difference, Line, Reach, Score
 from partita.report.metric import MISSING, Metric, metric_named, short
 from partita.storage.safe_text import printable
 
+WIDTH = 110  # characters of a line in a terminal
 SCORES_BESIDE = 6  # columns of scores that fit beside each other
 PERSONAL_GROUP, SCORES, COSTS = "personal", "all scores", ("per client-round", "per run")
 
@@ -148,10 +149,11 @@ def to_markdown(comparison: Comparison) -> str:
     name, *rest = columns(comparison)
     tables = [[name, *chosen] for chosen in (rest, score_columns(comparison)) if chosen]
     comments = "".join(f"- {_plain(comment)}\n" for comment in comparison.comments)
-    return "\n".join([*map(_markdown_table, tables), comments])
+    return "\n".join([*map(markdown_table, tables), comments])
 
 
-def _markdown_table(shown: Sequence[Column]) -> str:
+def markdown_table(shown: Sequence[Column]) -> str:
+    """Render one table as Markdown."""
     groups = [f"{column.group}: {column.heading}" if column.group else column.heading for column in shown]
     rule = [":--" if place == 0 else "--:" for place in range(len(shown))]
     body = zip(*(column.cells for column in shown), strict=True)
@@ -165,25 +167,34 @@ def _plain(text: str) -> str:
     return printable(text.replace("\n", " "))
 
 
-def to_text(comparison: Comparison, width: int = 110) -> str:
+def to_text(comparison: Comparison, width: int = WIDTH) -> str:
     """Render the comparison for a terminal, as tables below each other."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(width=width, color_system=None, highlight=False)
+    with console.capture() as capture:
+        for comment in comparison.comments:
+            console.print(Text(f"· {printable(comment)}"))
+    return "".join(text_table(*each, width) for each in by_question(comparison).items()) + capture.get()
+
+
+def text_table(title: str, shown: Sequence[Column], width: int = WIDTH) -> str:
+    """Render one table for a terminal."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    # Text, so that brackets in a label are not markup
+    name = Text(printable(title))
+    table = Table(title=name, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, column in enumerate(shown):
+        heading = Text("\n".join(map(printable, filter(None, (column.group, column.heading)))))
+        table.add_column(heading, justify="right" if place else "left", overflow="fold", no_wrap=place > 0)
+    for cells in zip(*(column.cells for column in shown), strict=True):
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     console = Console(width=width, color_system=None, highlight=False)
     with console.capture() as capture:
-        for title, chosen in by_question(comparison).items():
-            table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-            for place, column in enumerate(chosen):
-                heading = Text("\n".join(map(printable, filter(None, (column.group, column.heading)))))
-                table.add_column(heading, justify="right" if place else "left", overflow="fold", no_wrap=place > 0)
-            for cells in zip(*(column.cells for column in chosen), strict=True):
-                table.add_row(
-                    *(Text(printable(cell)) for cell in cells)
-                )  # Text, so that brackets in a label are not markup
-            console.print(table)
-        for comment in comparison.comments:
-            console.print(Text(f"· {printable(comment)}"))
+        console.print(table)
     return capture.get()

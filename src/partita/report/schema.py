@@ -122,6 +122,31 @@ _LAYER = like(r"layer\.\d{1,4}", "a layer such as 'layer.0'")
 _NUMBERS = table(real)
 _BY_GROUP = optional(table(optional(_NUMBERS)))
 
+_CONFUSION = record({"classes": list_of(text), "counts": list_of(list_of(count))})
+
+
+def confusion(value: Any, where: str) -> Any:
+    """Accept a confusion matrix: a row and a column for each class."""
+    if not value:
+        return None
+    found = _CONFUSION(value, where)
+    size = len(found["classes"])
+    if [len(row) for row in found["counts"]] != [size] * size:
+        raise ShapeError(f"{where}.counts does not have a row and a column for each of the classes")
+    return found
+
+
+_SECURE = record(
+    {"clients": count, "recovered": count, "bits": count},
+    {
+        **dict.fromkeys(("threshold", "neighbors"), count),
+        "resolution": real,
+        "bytes": table(table(count)),
+        "seconds": _NUMBERS,
+        "off": list_of(text),
+    },
+)
+
 ROW = record(
     {"round": count},
     {
@@ -129,10 +154,12 @@ ROW = record(
         **dict.fromkeys(("bytes", "up", "down", "test", "validation", "losses"), optional(_NUMBERS)),
         **dict.fromkeys(("drift", "personal", "unseen", "by_type"), _BY_GROUP),
         "subgroups": optional(record({"groups": table(_NUMBERS)}, {"gap": real, "minimum": real})),
+        "confusion": confusion,
         "cohort": optional(list_of(text)),
         "population": count,
         **dict.fromkeys(("lost", "refused"), optional(table(text))),
         "bounded": optional(_NUMBERS),
+        "secure": optional(_SECURE),
         "skipped": flag,
         "privacy": optional(record({}, {"epsilon": real, "delta": real})),
         "chosen": optional(table(list_of(_LAYER))),
@@ -186,6 +213,7 @@ AUDIT = record(
         "attacks": optional(table(_ATTACK)),
         "bound": optional(_BOUND),
         "claim": optional(record({}, {"planned": real})),
+        "group": text,
         "mechanism": optional(list_of(_CHECK)),
     },
 )
@@ -193,12 +221,57 @@ PRIVACY = record(
     {},
     {
         **dict.fromkeys(("budget", "delta", "noise", "clip", "planned"), real),
-        **dict.fromkeys(("unit", "sampling", "accountant"), text),
+        **dict.fromkeys(("unit", "group", "sampling", "accountant", "noise_added"), text),
         "repeatable": flag,
         **dict.fromkeys(("not_covered", "withheld"), list_of(text)),
     },
 )
-SAMPLES = record({}, {"samples": list_of(record(dict.fromkeys(("prompt", "reference", "before", "after"), text)))})
+_IMAGE = like(r"data:image/png;base64,[A-Za-z0-9+/=]{1,6000}", "a small PNG image")
+_SAMPLE = record(dict.fromkeys(("prompt", "reference", "before", "after"), text), {"image": _IMAGE})
+SAMPLES = record({}, {"samples": list_of(_SAMPLE)})
 CONFIG = record({"label": text, "seed": integer}, {"rounds": count, "code": table(text)})
-RESULT = record({}, {"stopped": record({"after": count, "reason": text})})
+RESULT = record({}, {"stopped": record({"after": count, "reason": text}), "best": record({"after": count})})
+PROGRESS = record(
+    {"state": text},
+    {
+        **dict.fromkeys(("phase", "error"), text),
+        **dict.fromkeys(("round", "rounds", "cohort", "online", "asked", "replied"), count),
+        **dict.fromkeys(("started", "updated", "pace"), real),
+        **dict.fromkeys(("clients", "lost"), table(text)),
+        "present": list_of(text),
+        "process": record({}, {"pid": integer, "machine": text}),
+    },
+)
+COMPARISON = record(
+    {"runs": list_of(record({"folder": text, "label": text, "seed": integer, "rounds": count}))},
+    {"process": record({}, {"pid": integer, "machine": text})},
+)
 TABLES = ("method", "data", "split", "model")  # tables of a config that the report reads
+
+# ---- the files of a tuning
+
+TUNING = record(
+    {
+        "methods": list_of(record({"label": text, "folder": text, "spaces": list_of(text)})),
+        "budget": count,
+        "seeds": count,
+        "search": text,
+        "prune": flag,
+        "rounds": count,
+        "first_seed": count,
+    }
+)
+TRIAL = record(
+    {
+        "number": count,
+        "settings": table(text),
+        "state": text,
+        "metric": record({"name": text, "higher_is_better": flag, "fraction": flag}),
+        "score": real,
+        "rounds": count,
+        "reason": text,
+        "epsilon": real,
+        "delta": real,
+    }
+)
+CHOSEN = record({"methods": list_of(record({"method": text, "trial": count}))})

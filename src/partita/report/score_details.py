@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from partita.report.html_elements import escape, html_list, html_table
+from partita.report.elements import Table
 from partita.report.load import RunRecord, by_label, metric_of, number, present
 from partita.report.metric import Metric
 from partita.report.render import with_spread
@@ -16,10 +16,10 @@ TYPE_SCORES = ("precision", "recall", "f1", "relaxed_f1")
 SPREAD = "Mean ± sample standard deviation over seeds"
 
 
-def details_section(records: Sequence[RunRecord]) -> str:
-    """Return the section with the scores by entity type, by subgroup and of unseen clients; "" if there are none."""
-    tables = _types(records) + _subgroups(records) + _unseen(records)
-    return f"<section>\n<h2>Scores in detail</h2>\n{tables}</section>\n" if tables else ""
+def details_data(records: Sequence[RunRecord]) -> Mapping[str, Any] | None:
+    """Return the scores by entity type, by subgroup and of unseen clients; None if there are none."""
+    found = [part for part in (_types(records), _subgroups(records), _unseen(records)) if part]
+    return {"parts": found} if found else None
 
 
 def _last(record: RunRecord, key: str) -> Mapping[str, Any]:
@@ -31,11 +31,11 @@ def _cell(metric: Metric, values: Sequence[Any]) -> str:
     return with_spread(metric, mean(known), standard_deviation(known))
 
 
-def _types(records: Sequence[RunRecord]) -> str:
+def _types(records: Sequence[RunRecord]) -> Mapping[str, Any] | None:
     found = {label: [_last(run, "by_type") for run in runs] for label, runs in by_label(records).items()}
     names = sorted({name for runs in found.values() for types in runs for name in types})
     if not names:
-        return ""
+        return None
     metrics = [Metric(name) for name in TYPE_SCORES]
     body = []
     for name in names:
@@ -48,7 +48,7 @@ def _types(records: Sequence[RunRecord]) -> str:
         "Entities: true entities of the type in the central test set. Relaxed: one common word and the same type are "
         f"enough. {SPREAD}."
     )
-    return f"<h3>By entity type</h3>\n<p>{escape(note)}</p>\n{html_table(headings, body, kind='numbers')}"
+    return {"note": note, "table": Table("By entity type", headings, body, kind="numbers"), "comments": ()}
 
 
 def _count(values: Sequence[Any]) -> str:
@@ -57,10 +57,10 @@ def _count(values: Sequence[Any]) -> str:
     return "–" if not known else str(known[0]) if len(known) == 1 else f"{known[0]} to {known[-1]}"
 
 
-def _subgroups(records: Sequence[RunRecord]) -> str:
+def _subgroups(records: Sequence[RunRecord]) -> Mapping[str, Any] | None:
     shown = [record for record in records if _last(record, "subgroups")]
     if not shown:
-        return ""
+        return None
     metric, runs_of = metric_of(shown, None), by_label(shown)
     columns = sorted({str((record.config.get("evaluate") or {}).get("subgroups", "subgroup")) for record in shown})
     found = {label: [_last(run, "subgroups") for run in runs] for label, runs in runs_of.items()}
@@ -73,18 +73,19 @@ def _subgroups(records: Sequence[RunRecord]) -> str:
         cells = [_cell(metric, [own.get("value") for own in tests]) for tests in groups]
         body.append((name + (SMALL if name in small else ""), count, *cells))
     gaps = [_cell(metric, [test.get("gap") for test in tests]) for tests in found.values()]
-    table = html_table((", ".join(columns), "examples", *found), [*body, ("gap", "", *gaps)], kind="numbers")
     comments = ["gap: difference between the best and the worst group"]
     if small:
         comments.append("*: fewer examples than evaluate.subgroup_min, so the score is uncertain; not part of the gap")
     heading = f"{metric.title_with_unit.capitalize()} by subgroup of the central test set"
-    return f"<h3>{escape(heading)}</h3>\n<p>{escape(SPREAD)}.</p>\n{table}{html_list(comments)}"
+    headings, rows = (", ".join(columns), "examples", *found), [*body, ("gap", "", *gaps)]
+    table = Table(heading, headings, rows, kind="numbers", labels=True)
+    return {"note": f"{SPREAD}.", "table": table, "comments": comments}
 
 
-def _unseen(records: Sequence[RunRecord]) -> str:
+def _unseen(records: Sequence[RunRecord]) -> Mapping[str, Any] | None:
     shown = [record for record in records if _last(record, "unseen")]
     if not shown:
-        return ""
+        return None
     metric = metric_of(shown, None)
     body = []
     for label, runs in by_label(shown).items():
@@ -99,8 +100,8 @@ def _unseen(records: Sequence[RunRecord]) -> str:
         "On the test sets of clients that take no part in the federation. Spread is over clients. A model with "
         f"personal parameters has their initial values. {SPREAD}."
     )
-    table = html_table(headings, body, kind="numbers")
-    return f"<h3>Unseen clients</h3>\n<p>{escape(note)}</p>\n{table}"
+    table = Table("Unseen clients", headings, body, kind="numbers", labels=True)
+    return {"note": note, "table": table, "comments": ()}
 
 
 def _small(record: RunRecord) -> list[str]:

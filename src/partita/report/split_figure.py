@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_CLIENTS = 200  # clients that are drawn
+MAX_CLIENTS = 1000  # clients that are drawn
 MAX_CLASSES = 100  # classes that are drawn
 NAMED = 40  # axes with more clients or classes than this show no names
 PANELS = 4
@@ -52,9 +52,11 @@ def splits(records: Sequence[RunRecord]) -> list[Split]:
 def split_grid(records: Sequence[RunRecord]) -> Figure | None:
     """Draw a panel per split: bars of training examples by client, above a heat map of the classes they belong to."""
     every = splits(records)
-    shown = every[:PANELS]
-    if not shown:
-        return None
+    return split_grid_of(every[:PANELS], len(every) == 1) if every else None
+
+
+def split_grid_of(shown: Sequence[Split], only: bool) -> Figure:
+    """Draw a panel per split; `only`: whether there are no others, so that they need no names."""
     heights = [_grid_height(split) for split in shown]
     figure = new_figure(9.2, sum(1.5 + height for height in heights))
     for part, split in zip(
@@ -67,7 +69,7 @@ def split_grid(records: Sequence[RunRecord]) -> Figure | None:
             _draw_labels(grid, split)
         else:
             bars = part.subplots(1, 1)
-        _draw_sizes(bars, split, split.title(len(every) == 1))
+        _draw_sizes(bars, split, split.title(only))
         bars.tick_params(labelbottom=not split.classes)
         bottom = grid if split.classes else bars
         count = len(split.clients)
@@ -120,13 +122,14 @@ def split_rows(split: Split) -> list[tuple[str, ...]]:
         (
             client["name"],
             *(f"{client[part]:,}".replace(",", " ") for part in ("train", "validation", "test")),
-            *([_frequent(client["labels"], split.classes)] if split.classes else []),
+            *([frequent(client["labels"], split.classes)] if split.classes else []),
         )
         for client in split.clients
     ]
 
 
-def _frequent(counts: Sequence[int], classes: Sequence[str]) -> str:
+def frequent(counts: Sequence[int], classes: Sequence[str]) -> str:
+    """List the most frequent classes with their counts."""
     order = sorted((place for place, count in enumerate(counts) if count), key=lambda place: -counts[place])
     named = [f"{classes[place]} ({counts[place]})" for place in order[:LABELS_LISTED]]
     return ", ".join([*named, f"and {len(order) - LABELS_LISTED} more"] if len(order) > LABELS_LISTED else named)

@@ -138,7 +138,7 @@ def _stability(run: RunRecord, metric: str) -> float | None:
 
 def worst_tenth(values: Sequence[float], metric: Metric) -> float | None:
     """Return the mean of the worst tenth of the clients' `values`, at least one; `metric` says which are worse."""
-    return mean(sorted(values, reverse=not metric.higher_is_better)[: math.ceil(len(values) / 10)])
+    return mean(metric.worst_tenth(values))
 
 
 def local_baseline(groups: Mapping[str, list[RunRecord]]) -> str | None:

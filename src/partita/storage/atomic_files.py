@@ -112,8 +112,14 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def write(path: Path, data: bytes) -> None:
+def write(path: Path, data: bytes, sync: bool = True, mode: int = 0o666) -> None:
     """Write a file atomically. The data is on disk when the function returns.
+
+    Args:
+        path: The file.
+        data: Its new content.
+        sync: Wait for the disk. A file that does not matter after a power cut can do without.
+        mode: The file's permissions, less the umask; 0o600 for a file that only its owner can read.
 
     Raises:
         DiskError: If the file cannot be written. An existing file is intact.
@@ -122,12 +128,14 @@ def write(path: Path, data: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)  # left by a process that died, or a planted link
-        with open_regular_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+        with open_regular_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync(path.parent)
+        if sync:
+            _sync(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):  # if the folder itself is the problem, there is nothing to clean up
             temporary.unlink()
@@ -159,14 +167,14 @@ def _write_error(path: Path, error: OSError, data: bytes) -> DiskError:
     )
 
 
-def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
+def open_regular_file(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> BinaryIO:
     """Open a regular file. Does not follow a symbolic link and does not block on a pipe.
 
     Raises:
         LinkError: If the path is not a regular file.
     """
     try:
-        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link; a pipe without a reader
             raise _unexpected_type(path) from error
