@@ -7,13 +7,14 @@ from trials import PACKAGE, ROOT
 CONFORMANCE = "tests/testing/test_conformance.py::test_every_method_and_supported_composition_conforms"
 LAWS = ("tests/laws/test_theorems.py", "tests/laws/test_reductions.py")
 
-MUTATED = ("core", "training", "storage", "compression", "methods", "privacy")
+MUTATED = ("core", "training", "storage", "compression", "methods", "privacy", "secure_aggregation")
 # Files that no test on a CPU can hold, or that compute nothing that a run relies on.
 LEFT_OUT = {
     "training/cuda_graphs.py": "it captures and replays programs of a GPU; a CPU never runs most of it",
     "core/__init__.py": "nothing in it",
     "compression/__init__.py": "nothing in it but an error",
     "privacy/__init__.py": "nothing in it",
+    "secure_aggregation/__init__.py": "nothing in it but an explanation",
     "storage/__init__.py": "nothing in it",
     "training/compilation.py": "it compiles for a GPU; the tests on a CPU are slow and exercise one path",
     "training/__init__.py": "nothing in it",
@@ -31,6 +32,10 @@ PRIVATE = ("tests/training/test_dp_sgd.py", "tests/training/test_ghost_clipping.
 DROPOUT = "tests/training/test_training_with_dropout.py"
 GRAPHS = "tests/training/test_cuda_graphs.py"
 AUDIT = ("tests/privacy/test_mechanism.py", "tests/privacy/test_mechanism_replay.py")
+SECURE = tuple(
+    f"tests/secure_aggregation/test_secure_{part}.py" for part in ("protocol", "parts", "attacks", "eligibility")
+)
+NOISE_AT_CLIENTS = ("tests/secure_aggregation/test_client_vector.py", "tests/privacy/test_noise_at_clients.py")
 DETAILS = ("tests/core/test_details.py",)
 COST = ("tests/privacy/test_budget.py", "tests/privacy/test_client_level.py")
 
@@ -55,6 +60,33 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "training/rule_gradients.py": ("tests/training/test_rule_gradients.py",),
     "training/parameter_groups.py": ("tests/training/test_parameter_groups.py",),
     "training/private_gradients.py": ("tests/training/test_private_gradients.py", *PRIVATE),
+    **{
+        f"secure_aggregation/{file}.py": SECURE
+        for file in (
+            "client",
+            "costs",
+            "eligibility",
+            "encoding",
+            "fixed_point",
+            "groups",
+            "key_agreement",
+            "masks",
+            "messages",
+            "neighbors",
+            "round_setup",
+            "secret_sharing",
+            "server",
+            "signatures",
+        )
+    },
+    "core/secure_settings.py": (SECURE[1],),
+    "core/finite_server.py": ("tests/core/test_rounds.py",),
+    "core/client_noise.py": ("tests/privacy/test_noise_at_clients.py",),
+    "core/discrete_gaussian.py": ("tests/core/test_discrete_gaussian.py",),
+    "methods/layer_votes.py": ("tests/methods/test_layer_votes.py",),
+    "privacy/noise_at_clients.py": NOISE_AT_CLIENTS,
+    "privacy/mechanism_client_noise.py": ("tests/engines/test_secure_noise.py",),
+    "secure_aggregation/client_vector.py": NOISE_AT_CLIENTS[:1],
     "core/hub.py": ("tests/core/test_hub.py",),
     "core/keyed_bits.py": ("tests/core/test_keyed_bits.py",),
     "core/layer_compiler.py": ("tests/core/test_outside_vmap.py",),
@@ -71,6 +103,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "storage/initial_values.py": ("tests/storage/test_initial_values.py",),
     "core/drift.py": ("tests/core/test_drift.py", "tests/core/test_packed.py"),
     "storage/atomic_files.py": ("tests/storage/test_atomic_files.py",),
+    "storage/processes.py": ("tests/storage/test_processes.py",),
     "training/ghost_clipping.py": PRIVATE,
     "training/local_training.py": (
         "tests/training/test_local_training.py",
@@ -80,6 +113,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     ),
     "core/client.py": ("tests/core/test_client.py", "tests/core/test_client_rounds.py"),
     "core/batch_schedule.py": ("tests/core/test_batch_schedule.py",),
+    "core/group_units.py": ("tests/training/test_group_units.py",),
     "core/data.py": ("tests/core/test_client_rounds.py",),
     "core/dp_settings.py": PRIVATE,
     "core/noise.py": ("tests/core/test_chacha.py",),
@@ -119,12 +153,15 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     ),
     "core/torch_private.py": ("tests/core/test_torch_private.py",),
     "storage/client_store.py": (*DETAILS, "tests/storage/test_checkpoint.py", "tests/storage/test_best.py"),
+    "storage/png.py": ("tests/storage/test_png.py",),
     "storage/safe_text.py": ("tests/storage/test_safe_text.py",),
     "core/tensors.py": ("tests/core/test_tensors.py", "tests/core/test_laws_of_small_parts.py"),
     "core/serialization.py": ("tests/core/test_laws_of_small_parts.py", "tests/core/test_packed.py"),
-    "privacy/accountant.py": ("tests/privacy/test_accountant.py",),
+    "privacy/accountant.py": ("tests/privacy/test_accountant.py", "tests/privacy/test_ledger.py"),
     "privacy/membership.py": ("tests/privacy/test_membership.py",),
-    "privacy/canaries.py": ("tests/privacy/test_canaries.py",),
+    "privacy/canaries.py": ("tests/privacy/test_canaries.py", "tests/privacy/test_group_audit.py"),
+    "privacy/ledger.py": ("tests/privacy/test_ledger.py",),
+    "privacy/statement.py": ("tests/privacy/test_statement.py",),
     "privacy/budget.py": COST[:1],
     "privacy/client_level.py": COST[1:],
     "privacy/disclosure.py": ("tests/privacy/test_disclosure.py",),

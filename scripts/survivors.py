@@ -262,7 +262,7 @@ EQUIVALENT: dict[Spot, str] = {
     ): "before round 1 there is one state at most, and the newest is never dropped",
     (
         "privacy/guard.py",
-        "under(1.0 if privacy_config.noise is None else privacy_config.noise),",
+        "trial_run = under(1.0 if privacy_config.noise is None else privacy_config.noise)",
         "1.0 -> 2.0",
     ): "the search replaces it before anything is counted",
     (
@@ -447,15 +447,15 @@ EQUIVALENT: dict[Spot, str] = {
     ): "a longer step to an upper end above the answer",
     (
         "privacy/canaries.py",
-        "client: torch.rand(len(places), generator=(key / client).generator()) < 0.5",
-        "torch.rand(len(places), generator=(key / client).generator()) < 0.5 "
-        "-> torch.rand(len(places), generator=(key / client).generator()) >= 0.5",
+        "client: torch.rand(self.count(client), generator=(key / client).generator()) < 0.5 for client in self.places",
+        "torch.rand(self.count(client), generator=(key / client).generator()) < 0.5 "
+        "-> torch.rand(self.count(client), generator=(key / client).generator()) >= 0.5",
     ): "the other side of a fair coin",
     (
         "privacy/canaries.py",
-        "client: torch.rand(len(places), generator=(key / client).generator()) < 0.5",
-        "torch.rand(len(places), generator=(key / client).generator()) < 0.5 "
-        "-> torch.rand(len(places), generator=(key / client).generator()) <= 0.5",
+        "client: torch.rand(self.count(client), generator=(key / client).generator()) < 0.5 for client in self.places",
+        "torch.rand(self.count(client), generator=(key / client).generator()) < 0.5 "
+        "-> torch.rand(self.count(client), generator=(key / client).generator()) <= 0.5",
     ): "a draw that is a half to the last digit",
     (
         "storage/atomic_files.py",

@@ -121,13 +121,21 @@ class FakeGrid(Grid):
 
 
 def make_site(
-    run: Run, model: Model, population: Population, folder: Path, client: str, availability: Availability
+    run: Run,
+    model: Model,
+    population: Population,
+    folder: Path,
+    client: str,
+    availability: Availability,
+    keys: Path | None = None,
 ) -> Reply:
     """Every message gets a new app and new objects, as in a separate process."""
 
     def answer(message: Message) -> Message:
         def site(context: Context) -> Site:
-            return Site(run, model, client, population[client], folder / client, availability, CPU, ACCURACY)
+            everyone = tuple(population.clients)
+            own = population[client], folder / client, availability, CPU, ACCURACY
+            return Site(run, model, client, *own, peers=everyone, key=keys / client if keys else None)
 
         context = Context(1, message.metadata.dst_node_id, {"client": client}, RecordDict(), {})
         return client_app(lambda context: str(context.node_config["client"]), site)(message, context)
@@ -141,10 +149,12 @@ def make_grid(
     population: Population,
     folder: Path,
     availability: Availability = Availability(),  # noqa: B008
+    keys: Path | None = None,
 ) -> FakeGrid:
     """A grid whose node order differs from the client order."""
     places = enumerate(reversed(population.clients), start=10)
-    return FakeGrid({node: make_site(run, model, population, folder, client, availability) for node, client in places})
+    facts = run, model, population, folder
+    return FakeGrid({node: make_site(*facts, client, availability, keys) for node, client in places})
 
 
 def flower_engine(run: Run, model: Model, grid: FakeGrid, clients: Iterable[str], **more: Any) -> FlowerEngine:

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 from helpers import SMALL_VIT
+from report_fixtures import write_run
 from shell import Shell
 
 from partita.cli import main, progress
 from partita.cli.progress import Display, Verbosity, duration
-from partita.experiment import compare, run_folder, runner
+from partita.experiment import compare, process_pool, run_folder, runner
 from partita.experiment.compare import Status, expand
 from partita.methods import INDEX
 
@@ -185,7 +186,7 @@ def test_compare_overwrites_on_request(
     with pytest.raises(run_folder.RunFolderError, match="rounds is 3 there and 2 here"):
         expand(config, ["rounds=2"], "fedavg", 1, out)
     # Threads instead of processes, which would import torch again.
-    monkeypatch.setattr(compare, "ProcessPoolExecutor", lambda jobs, *_: ThreadPoolExecutor(jobs))
+    monkeypatch.setattr(process_pool, "ProcessPoolExecutor", lambda jobs, *_: ThreadPoolExecutor(jobs))
     words = ["compare", "-c", config, "--methods", "fedavg", "--seeds", 1, "--out", out, "--rounds", 2, "--overwrite"]
     code, _, err = run_partita(*words)
     assert code == 0
@@ -307,22 +308,22 @@ def test_list_shows_broken_and_unfinished_runs(run_partita: Shell, config: Path,
 # ---- other commands and options
 
 
-def test_missing_report_libraries_are_noticed_before_training(
-    run_partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_missing_matplotlib_is_noticed_before_any_work_and_only_by_figures(
+    run_partita: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = main.find_spec
     monkeypatch.setattr(main, "find_spec", lambda name: None if name == "matplotlib" else real(name))
-    remedy = "error: a report needs matplotlib; install it with: pip install 'partita[report]'\n"
-    folder = tmp_path / "run"
-    comparison = ["compare", "-c", config, "--methods", "fedavg", "--out", folder]
-    for words in (["run", "-c", config, "--out", folder], ["resume", folder], comparison):
-        assert run_partita(*words, "--report") == (1, "", remedy)
-    assert run_partita("report", folder) == (1, "", remedy)
-    assert not folder.exists()
-    monkeypatch.setattr(main, "find_spec", lambda name: None if name == "scipy" else real(name))
-    code, _, err = run_partita(*comparison)
-    assert code == 1
-    assert "a comparison over several seeds needs scipy" in err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run = write_run(tmp_path, "fedavg", 0, rounds=2)
+    remedy = "error: --figures needs matplotlib; install it with: pip install 'partita[report]'\n"
+    assert run_partita("report", run, "--figures", tmp_path / "figures") == (1, "", remedy)
+    assert not (run / "report.html").exists()
+    assert not (tmp_path / "figures").exists()
+    code, out, _ = run_partita("report", run)
+    assert code == 0
+    assert f"report: {run / 'report.html'}" in out
+    assert (run / "report.html").exists()
 
 
 def test_methods_command_describes_one_method_in_json(run_partita: Shell) -> None:
@@ -342,6 +343,34 @@ def test_methods_command_describes_one_method_in_json(run_partita: Shell) -> Non
     assert run_partita("methods", "fedpro", "--json")[0] == 1
 
 
+def test_run_prints_only_json_on_request(run_partita: Shell, config: Path, tmp_path: Path) -> None:
+    words = ("run", "--config", config, "--out", tmp_path / "run", "--json", "--report")
+    code, out, err = run_partita(*words)
+    assert code == 0
+    assert "report: " in err
+    assert json.loads(out) == json.loads(run_partita("report", tmp_path / "run", "--json")[1])
+    code, out, err = run_partita(*words, "--resume")
+    assert (code, "nothing to resume" in err) == (0, True)
+    json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("partita comp", ["compare"]),
+        ("partita methods fedpr", ["fedprox"]),
+        ("partita compare --methods fedavg,fedpr", ["fedavg,fedprox"]),
+        ("partita track --to ten", ["tensorboard"]),
+    ],
+)
+def test_shell_completes_commands_and_names(line: str, found: list[str]) -> None:
+    words = {"_PARTITA_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    command = [sys.executable, "-c", "from partita.cli.main import main; main()"]
+    command[2] = "import sys; sys.argv[0] = 'partita'; " + command[2]
+    done = subprocess.run(command, env={**os.environ, **words}, capture_output=True, text=True)
+    assert done.stdout.split() == found
+
+
 def test_version_option(run_partita: Shell) -> None:
     code, out, _ = run_partita("--version")
     assert code == 0
@@ -356,3 +385,20 @@ def test_comparison_folder_of_any_option_stays_below_out(text: str, config: Path
     assert len(folder.parent.name.encode()) <= 180
     with pytest.raises(ValueError, match=r"method\.init_text"):
         expand(config, [], 'pfeddc(init_text="a\\u0000b")', 1, tmp_path / "out")
+
+
+def test_a_comparison_lists_its_runs_while_they_are_run(config: Path, tmp_path: Path) -> None:
+    planned = expand(config, (), "fedavg,fedprox", 2, tmp_path / "all")
+    listed = compare.announce(planned)
+    assert listed == tmp_path / "all" / compare.COMPARISON
+    runs = json.loads(listed.read_text())["runs"]
+    assert [run["folder"] for run in runs] == [
+        f"{label}/seed-{seed}" for label in ("fedavg", "fedprox") for seed in (0, 1)
+    ]
+    assert {(run["rounds"], run["seed"]) for run in runs} == {(3, 0), (3, 1)}
+    assert compare.announce(planned[:1]) is None
+    statuses = compare.compare_all(planned, 1)
+    next(statuses)
+    assert listed.exists()
+    statuses.close()
+    assert not listed.exists()

@@ -16,16 +16,17 @@ PACKAGE = Path(__file__).resolve().parent.parent.parent / "src" / "partita"
 CORE = [
     ["core.torch_private", "core.hub", "core.layer_compiler"],
     ["core.packed", "core.chacha", "core.outside_vmap"],
-    ["core.tensors", "core.rng", "core.options", "core.memory"],
+    ["core.tensors", "core.rng", "core.options", "core.memory", "core.discrete_gaussian"],
     ["core.keyed_bits"],
     ["core.own_code"],
     ["core.registry"],
-    ["core.data", "core.noise", "core.dp_settings", "core.update", "core.sampling"],
+    ["core.data", "core.noise", "core.dp_settings", "core.secure_settings", "core.update", "core.sampling"],
+    ["core.client_noise", "core.group_units"],
     ["core.model", "core.versions", "core.serialization", "core.averaging"],
     ["core.plan"],
     ["core.personal_copy"],
     ["core.method", "core.optim"],
-    ["core.settings", "core.drift"],
+    ["core.settings", "core.drift", "core.finite_server"],
     ["core.batch_schedule"],
     ["core.client"],
     ["core.update_checks", "core.traffic"],
@@ -40,15 +41,19 @@ ABOVE_CORE = {
     **{part: [] for part in ON_CORE},
     "tasks": ["evaluation"],
     **{part: ["tasks"] for part in ON_TASKS},
-    "privacy": ["training", "storage"],
-    "engines": ["training", "storage", "evaluation"],
+    "privacy": ["training", "storage", "secure_aggregation"],
+    "secure_aggregation": [],
+    "track": [],
+    "engines": ["training", "storage", "evaluation", "secure_aggregation"],
     "testing": ["engines", "storage", "tasks", *ON_TASKS],
     "lab": ["methods", "report"],
-    "experiment": [*ON_CORE, "tasks", *ON_TASKS, "privacy", "engines"],
+    "experiment": [*ON_CORE, "tasks", *ON_TASKS, "privacy", "secure_aggregation", "engines", "track"],
+    "site": ["experiment", "engines", "privacy", "storage", "data"],
 }
 TOP_LEVEL = ["__init__", "__main__", "cli", "runs"]  # may import anything, and no other may import them
-REPORT_ONLY = ["report"]  # reads recorded rows, so it may import only itself and the modules in FILES
-FILES = ["storage.atomic_files", "storage.safe_text"]
+# They read run folders, so they may import only themselves, what is named here, and the modules in FILES.
+REPORT_ONLY: dict[str, list[str]] = {"report": [], "watch": ["report"]}
+FILES = ["storage.atomic_files", "storage.png", "storage.processes", "storage.safe_text"]
 
 # Library -> the only parts that may import it.
 OUTSIDE_CORE = [*ABOVE_CORE, *TOP_LEVEL, *REPORT_ONLY]
@@ -56,13 +61,22 @@ LIBRARIES = {
     "torch": ["*"],
     "safetensors": ["*"],
     "numpy": ["*"],
-    "filelock": ["experiment.run_folder", "engines.flower.answered_rounds"],
+    "filelock": [
+        "experiment.run_folder",
+        "engines.flower.site_files",
+        "privacy.ledger",
+        "site.site_log",
+        "site.program",
+    ],
     "scipy": OUTSIDE_CORE,
     "rich": ["cli", "experiment.preview", "experiment.model_table", "report", "lab.commands"],
     "typer": ["cli"],
     "matplotlib": ["report", "lab.figures"],
+    "jinja2": ["report.templating", "watch", "site.kit.templating"],
+    "markupsafe": ["report.templating"],
     "transformers": ["models", "data.tokenization", "data.chat_template"],
-    "peft": ["models.peft_adapters"],
+    "peft": ["models.exported", "models.peft_adapters"],
+    "huggingface_hub": ["experiment.model_card", "experiment.hub_push"],
     "sklearn": ["data", "evaluation"],
     "rouge_score": ["evaluation.generation"],
     "datasets": ["data"],
@@ -70,10 +84,21 @@ LIBRARIES = {
     "PIL": ["data"],
     "pandas": ["runs"],
     "pyarrow": ["data"],
-    "tomli_w": ["experiment"],
-    "flwr": ["engines.flower", "experiment.flower_app"],
+    "tomli_w": ["experiment", "site.kit.templating"],
+    "flwr": ["engines.flower", "experiment.flower_app", "site.answering"],
+    "httpx": ["engines.flower.task_loop"],
+    "optuna": ["experiment.trial_sampler"],
     "dp_accounting": ["privacy.accountant"],
-    "cryptography": ["core.chacha"],
+    "cryptography": [
+        "core.chacha",
+        "secure_aggregation.key_agreement",
+        "secure_aggregation.signatures",
+        "site.doctor.files",
+    ],
+    "packaging": ["site.kit.sbom"],
+    "wandb": ["track.to_wandb"],
+    "mlflow": ["track.to_mlflow"],
+    "trackio": ["track.to_trackio"],
 }
 IMPORT_FUNCTIONS = ["import_module", "need"]  # functions that import the module named by their first argument
 
@@ -92,7 +117,7 @@ def allowed_parts(module: str) -> list[str] | None:
             return ["core", part, *others]
     if any(matches_part(module, part) for part in TOP_LEVEL):
         return ["*"]
-    return next(([part, *FILES] for part in REPORT_ONLY if matches_part(module, part)), None)
+    return next(([part, *others, *FILES] for part, others in REPORT_ONLY.items() if matches_part(module, part)), None)
 
 
 def imports_in(source: str) -> Iterator[tuple[int, str]]:

@@ -15,7 +15,8 @@ from partita import data
 from partita.core.model import Model, Output
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
-from partita.data.task import Federation, Partition, Table, Task
+from partita.data.partition import Partition
+from partita.data.task import Federation, Table, Task
 from partita.tasks import SEGMENTATION, SEQ2SEQ
 from partita.testing.own_code import (
     MODEL_PROMISES,

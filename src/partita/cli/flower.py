@@ -30,7 +30,7 @@ def init(
     clients: Clients = None,
 ) -> None:
     """Write a Flower app for 'flwr run'."""
-    _require_flower()
+    require_flower()
     from partita.experiment.flower_app import init as write
 
     write(folder, config, changes or (), clients)
@@ -48,7 +48,7 @@ def up(
     out: Annotated[Path | None, typer.Option(help="Run folder. Default: 'folder' in the app's pyproject.toml.")] = None,
 ) -> None:
     """Start a SuperLink and one SuperNode per client on this machine."""
-    _require_flower()
+    require_flower()
     from partita.engines.flower.local_deployment import DeploymentError, deploy_locally
     from partita.experiment import run_folder
     from partita.experiment.flower_app import FlowerError, check_run_folder, modules, population, run_config
@@ -81,7 +81,7 @@ def warm(
     load: Annotated[list[str], typer.Option(help="Module to import in advance. Repeatable.")] = LOAD,
 ) -> None:
     """Run a SuperNode that imports its modules once and forks for each message."""
-    _require_flower()
+    require_flower()
     from partita.engines.flower.local_deployment import current_environment, find_executable, terminate
     from partita.engines.flower.prefork_server import start_prefork_server as warmed
 
@@ -106,6 +106,7 @@ def _exit_cleanly_on_signals() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
-def _require_flower() -> None:
+def require_flower() -> None:
+    """Refuse a command that needs Flower if it is not installed."""
     if find_spec("flwr") is None:
         raise ValueError("this needs Flower; install it with: pip install 'partita[flower]'")

@@ -15,10 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from partita.cli import budget as budget_command
 from partita.cli import check as check_command
-from partita.cli import configs, flower, new
+from partita.cli import config as config_command
+from partita.cli import configs, describe, flower, new, site_doctor, sites
+from partita.cli import evaluate as evaluate_command
 from partita.cli import export as export_command
 from partita.cli import model as model_command
+from partita.cli import predict as predict_command
+from partita.cli import site as site_command
+from partita.cli import split as split_command
+from partita.cli import track as track_command
+from partita.cli import tune as tune_command
+from partita.cli import watch as watch_command
+from partita.cli.completion import complete_method, complete_methods
 from partita.cli.progress import Verbosity, follow, follow_all
 from partita.cli.stopping import Stopped, stop_on_signals
 from partita.storage.safe_text import printable
@@ -32,11 +42,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(flower.app, name="flower")
+site_doctor.register(site_command.app)
+describe.register_site(site_command.app)
+describe.register_sites(sites.app)
+app.add_typer(site_command.app, name="site")
+app.add_typer(sites.app, name="sites")
 configs.register(app)
+budget_command.register(app)
 check_command.register(app)
+config_command.register(app)
 model_command.register(app)
+evaluate_command.register(app)
 export_command.register(app)
 new.register(app)
+predict_command.register(app)
+watch_command.register(app)
+split_command.register(app)
+tune_command.register(app)
+track_command.register(app)
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="Experiment config (TOML).")]
 Changes = Annotated[
@@ -86,6 +109,7 @@ def run(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run in the folder first.")] = False,
     report: Report = False,
+    as_json: Json = False,
     metric: MetricName = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -94,7 +118,6 @@ def run(
     verbosity = _verbosity(quiet, verbose)
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite deletes it; choose one")
-    _check_report_needs(report)
     settings = _load(config, _with_rounds(changes, rounds))
     _check_metric(metric, settings.evaluate.metrics)
     from partita.experiment import run_folder
@@ -103,7 +126,8 @@ def run(
 
     folder = out or default_folder(settings.label, settings.seed)
     if resume and (result := run_folder.finished(folder)) and result.get("rounds") == settings.rounds:
-        print(f"{folder} {run_folder.stopped(folder) or 'is finished'}; nothing to resume")
+        told = f"{folder} {run_folder.stopped(folder) or 'is finished'}; nothing to resume"
+        print(printable(told), file=sys.stderr if as_json else sys.stdout)
     done = run_folder.saved_rounds(folder) if resume and (folder / run_folder.CONFIG).exists() else None
     follow(
         lambda on_reply: (
@@ -114,7 +138,7 @@ def run(
         done,
         verbosity,
     )
-    _print_comparison([folder], folder / "report.html" if report else None, metric=metric)
+    _print_comparison([folder], folder / "report.html" if report else None, as_json=as_json, metric=metric)
 
 
 @app.command()
@@ -136,7 +160,6 @@ def resume(
     This reads the data, the model and all other files named in the run's config.toml.
     """
     verbosity = _verbosity(quiet, verbose)
-    _check_report_needs(report)
     from partita.experiment import run_folder
 
     if not (folder / run_folder.CONFIG).exists():
@@ -182,7 +205,8 @@ def compare(
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated methods, e.g. 'fedavg,fedprox(mu=0.1)'. Differences are relative to the first."
+            help="Comma-separated methods, e.g. 'fedavg,fedprox(mu=0.1)'. Differences are relative to the first.",
+            autocompletion=complete_methods,
         ),
     ],
     seeds: Annotated[int, typer.Option(help="Number of seeds, counting up from the config's seed.")] = 5,
@@ -205,7 +229,6 @@ def compare(
 ) -> None:
     """Run several methods with several seeds and compare them in one table."""
     verbosity = _verbosity(quiet, verbose)
-    _check_report_needs(report, paired=seeds > 1)
     from partita.experiment.compare import compare_all, expand
 
     folders = expand(config, _with_rounds(changes, rounds), methods, seeds, out, overwrite)
@@ -222,48 +245,6 @@ def compare(
 
 
 @app.command()
-def budget(
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="Experiment config (TOML) with a [privacy] table.")
-    ] = None,
-    changes: Changes = None,
-    epsilon: Annotated[float | None, typer.Option(help="Privacy budget. The noise multiplier is computed from it.")] = (
-        None
-    ),
-    noise: Annotated[
-        float | None, typer.Option(help="Noise multiplier, relative to the clipping norm. Use instead of --epsilon.")
-    ] = None,
-    delta: Annotated[float | None, typer.Option(help="Default: min(1e-5, 0.1 / examples).")] = None,
-    examples: Annotated[
-        int | None, typer.Option(help="Training examples of one client that takes part in every round.")
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Expected batch size.")] = 32,
-    rounds: Annotated[int, typer.Option(help="Rounds in which the client takes part.")] = 20,
-    epochs: Annotated[int, typer.Option(help="Epochs per round.")] = 1,
-    as_json: Json = False,
-) -> None:
-    """Show the noise a privacy budget needs, how epsilon grows, and the effect of other settings."""
-    from partita.core.options import OptionError
-    from partita.privacy.budget import Client, forecast_client, forecast_run
-
-    if config is None:
-        if examples is None:
-            raise OptionError("give --config, or --examples and the other settings of one client")
-        shown = forecast_client(Client(examples, batch, rounds, epochs), epsilon, noise, delta)
-    else:
-        options = {"privacy.epsilon": epsilon, "privacy.noise": noise, "privacy.delta": delta}
-        overrides = [f"{key}={value}" for key, value in options.items() if value is not None]
-        settings = _load(config, [*(changes or ()), *overrides])
-        from partita.experiment.builder import build
-
-        guard = build(settings).guard
-        if guard is None:
-            raise OptionError(f"{config} has no [privacy] table; add one, or pass --epsilon")
-        shown = forecast_run(guard)
-    print(json.dumps(shown.to_json(), indent=1) if as_json else shown.to_text())
-
-
-@app.command()
 def audit(
     folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
     canaries: Annotated[
@@ -275,6 +256,13 @@ def audit(
     shadows: Annotated[
         int, typer.Option(help="Train this many shadow runs for likelihood ratios (LiRA). Needs --canaries.")
     ] = 0,
+    group: Annotated[
+        str | None,
+        typer.Option(
+            help="Column of the data, such as patient_id. Canaries are then whole groups, also for a run that protects "
+            "single examples. Needs --canaries."
+        ),
+    ] = None,
     trust_code: TrustCode = False,
     as_json: Json = False,
 ) -> None:
@@ -286,7 +274,7 @@ def audit(
     from partita.experiment.audit import failures
     from partita.experiment.run_folder import AUDIT
 
-    findings = attack(folder, canaries, shadows, trust_code)
+    findings = attack(folder, canaries, shadows, trust_code, group)
     failed = failures(findings)
     if as_json:
         print(json.dumps(findings, indent=1))
@@ -304,6 +292,8 @@ def audit(
         print(f"epsilon is at least {bound['epsilon']:.3g}: {bound['right']} of {bound['guesses']} guesses were right")
     if claim and claim["planned"] is not None:
         print(f"epsilon is claimed to be at most {claim['planned']:.3g}")
+    if claim and group is not None and claim.get("group") != group:
+        print(f"canaries were groups by '{group}', about which the run claims nothing")
     print(f"written to {folder / AUDIT}; 'partita report {folder}' shows it")
     for sentence in failed:
         print(f"the privacy claim does not hold: {sentence}")
@@ -321,18 +311,25 @@ def report_command(
         str | None, typer.Option(help="Label of the baseline for differences. Default: fedavg, else the first label.")
     ] = None,
     metric: MetricName = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="Also write each figure as SVG and PDF, for papers, to this folder.")
+    ] = None,
     as_json: Json = False,
     markdown: Markdown = False,
 ) -> None:
-    """Write a self-contained HTML report on recorded runs and print their comparison table."""
-    _check_report_needs(True)
+    """Write a self-contained, interactive HTML report on recorded runs and print their comparison table."""
+    if figures and find_spec("matplotlib") is None:
+        raise ValueError("--figures needs matplotlib; install it with: pip install 'partita[report]'")
     page = out or folders[0] / "report.html"
-    _print_comparison(folders, page, target, as_json, markdown, against, "fedavg", metric)
+    _print_comparison(folders, page, target, as_json, markdown, against, "fedavg", metric, figures)
 
 
 @app.command(name="methods")
 def methods_command(
-    name: Annotated[str | None, typer.Argument(help="Print this method's card.")] = None, as_json: Json = False
+    name: Annotated[
+        str | None, typer.Argument(help="Print this method's card.", autocompletion=complete_method)
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """List the methods, or print one method's card."""
     from rich.table import Table
@@ -395,14 +392,6 @@ def _with_rounds(changes: list[str] | None, rounds: int | None) -> list[str]:
     return [*(changes or ()), *([] if rounds is None else [f"rounds={rounds}"])]
 
 
-def _check_report_needs(report: bool, paired: bool = False) -> None:
-    """Check before any work that the libraries of the report are installed; `paired` tests need only scipy."""
-    needs = [*(["matplotlib"] if report else []), *(["scipy"] if report or paired else [])]
-    if missing := [name for name in needs if find_spec(name) is None]:
-        what = "a report" if report else "a comparison over several seeds"
-        raise ValueError(f"{what} needs {' and '.join(missing)}; install it with: pip install 'partita[report]'")
-
-
 def _load(config: Path, changes: list[str] | None = None) -> Config:
     """Load the config. This imports torch and the model's library, which takes most of the time of a short run."""
     from partita.experiment.gc_freeze import importing
@@ -442,8 +431,9 @@ def _print_comparison(
     against: str | None = None,
     default_baseline: str | None = None,
     metric: str | None = None,
+    figures: Path | None = None,
 ) -> None:
-    """Print the comparison table and optionally write the report.
+    """Print the comparison table and optionally write the report and its figures.
 
     The baseline for differences is the label `against`, which must exist; else `default_baseline` if it exists; else
     the first label.
@@ -465,6 +455,9 @@ def _print_comparison(
     if page:
         written = report.page(records, page, target=target, metric=metric)
         print(f"report: {written}", file=sys.stderr if as_json or markdown else sys.stdout)
+    if figures:
+        drawn = report.figures(records, figures, metric)
+        print(f"figures: {len(drawn)} files in {figures}", file=sys.stderr if as_json or markdown else sys.stdout)
 
 
 def _print_err(*lines: str) -> None:

@@ -1,0 +1,40 @@
+"""`partita config`: a config with all defaults, or the JSON Schema of configs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from partita.storage.safe_text import printable
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this file to the app."""
+    app.command()(config)
+
+
+def config(
+    file: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Check this config (TOML) and complete it.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a config key, e.g. --set method.mu=0.1. Repeatable.")
+    ] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of configs, for editors.")] = False,
+) -> None:
+    """Print a config with all defaults filled in, or the JSON Schema with which editors check configs."""
+    from partita.core.options import OptionError
+
+    if schema == (file is not None):
+        raise OptionError("give either --config FILE or --schema")
+    if schema:
+        from partita.experiment.json_schema import config_schema
+
+        print(json.dumps(config_schema(), indent=1))
+    elif file is not None:
+        from partita.experiment.config import load
+
+        print("\n".join(map(printable, load(file, changes or ()).to_toml().splitlines())))

@@ -1,0 +1,50 @@
+"""`partita split`: what each client would hold, before anything is trained."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from partita.storage.safe_text import printable
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this file to the app."""
+    app.command()(split)
+
+
+def split(
+    config: Annotated[Path, typer.Option("--config", "-c", help="Experiment config (TOML).")],
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a config key, e.g. --set split.alpha=0.1. Repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Also draw the split to a file: .png, .svg or .html.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show how many examples of which classes each client gets, and how uneven that is.
+
+    The data is read and split as for a run. No model is loaded, and nothing is trained.
+    """
+    from partita.report import split_view
+
+    if out is not None:
+        split_view.check_file(out)
+    from partita.experiment.config import load
+    from partita.experiment.split_record import split_of_config
+
+    settings = load(config, changes or ())
+    held = split_view.read_split(split_of_config(settings), settings.seed)
+    if as_json:
+        print(json.dumps(split_view.to_json(held), indent=1))
+    else:
+        print(split_view.to_text(held))
+        if settings.privacy:
+            print("These counts are exact. The privacy guarantee does not cover them, so a private run records none.")
+    if out is not None:
+        title = f"What clients hold: {settings.split['name']} split of {settings.data['name']}, seed {settings.seed}"
+        split_view.write_picture(held, out, title)
+        print(f"picture: {printable(out)}", file=sys.stderr if as_json else sys.stdout)
