@@ -87,8 +87,9 @@ def test_two_private_runs_of_one_seed_share_no_draw(kind: str, drawn: set[tuple[
     changed, functions = KINDS[kind]
     config = {**CONFIG, **changed}
     first, second = (keys_of_run(config, drawn, None) for _ in range(2))
-    assert {name for name, _ in first} == functions
-    assert len(first) == len(second)
+    # How many keys a run takes is itself random: rejected candidates and hidden cohorts draw again.
+    for keys in (first, second):
+        assert {name for name, _ in keys} == functions
     assert not first & second
 
 
