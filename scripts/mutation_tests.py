@@ -103,6 +103,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "storage/initial_values.py": ("tests/storage/test_initial_values.py",),
     "core/drift.py": ("tests/core/test_drift.py", "tests/core/test_packed.py"),
     "storage/atomic_files.py": ("tests/storage/test_atomic_files.py",),
+    "storage/chained_lines.py": ("tests/site/test_site_log.py", "tests/privacy/test_ledger.py"),
     "storage/processes.py": ("tests/storage/test_processes.py",),
     "training/ghost_clipping.py": PRIVATE,
     "training/local_training.py": (

@@ -165,7 +165,7 @@ def _raise_limit(lines: list[bytes]) -> list[bytes]:
 
 
 def _add_noise(lines: list[bytes]) -> list[bytes]:
-    return [*lines[:-1], lines[-1].replace(b'"noise": 1.0', b'"noise": 9.0')]
+    return [*lines[:-1], lines[-1].replace(b'"noise":1.0', b'"noise":9.0')]
 
 
 @pytest.mark.parametrize(
@@ -185,9 +185,9 @@ def _add_noise(lines: list[bytes]) -> list[bytes]:
 def test_a_ledger_that_was_changed_is_refused(ledger: Ledger, forge: Callable[[list[bytes]], list[bytes]]) -> None:
     ledger.charge(*(charge("r", number) for number in range(3)))
     ledger.path.write_bytes(b"".join(forge(ledger.path.read_bytes().splitlines(keepends=True))))
-    with pytest.raises(LedgerError, match="restore"):
+    with pytest.raises(LedgerError, match=r"(restore|compare) it (from|with) a copy"):
         Ledger.load(ledger.path)
-    with pytest.raises(LedgerError, match="restore"):
+    with pytest.raises(LedgerError, match=r"(restore|compare) it (from|with) a copy"):
         ledger.charge(charge("r", 9))
 
 
@@ -197,16 +197,12 @@ def test_an_append_that_was_cut_off_is_repaired(ledger: Ledger) -> None:
     whole = ledger.path.read_bytes()
     ledger.charge(charge("r", 1))
     line = ledger.path.read_bytes()[len(whole) :]
-    for kept in (1, len(line) // 2, len(line) - 2):
+    for kept in (1, len(line) // 2, len(line) - 1):
         ledger.path.write_bytes(whole + line[:kept])
         found = Ledger.load(ledger.path)
         assert len(found.charges) == 1
         found.charge(charge("r", 2))
         assert [number for _, number, _ in Ledger.load(ledger.path).charges] == [0, 2]
-    ledger.path.write_bytes(whole + line[:-1])  # complete but for its line end: it counts
-    found = Ledger.load(ledger.path)
-    found.charge(charge("r", 2))
-    assert [number for _, number, _ in Ledger.load(ledger.path).charges] == [0, 1, 2]
 
 
 def test_charges_that_vanish_while_the_ledger_is_open_are_noticed(ledger: Ledger) -> None:

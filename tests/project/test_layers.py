@@ -64,8 +64,7 @@ LIBRARIES = {
     "filelock": [
         "experiment.run_folder",
         "engines.flower.site_files",
-        "privacy.ledger",
-        "site.site_log",
+        "storage.chained_lines",
         "site.program",
     ],
     "scipy": OUTSIDE_CORE,

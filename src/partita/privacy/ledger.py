@@ -1,30 +1,25 @@
 """A site's privacy ledger: what private runs released about the same data, added up over runs, and a limit.
 
-The file has one JSON object per line. The first line holds the limit. Every other line is what one client released in
-one round of one run, and it is on disk before the client's reply leaves. Each line has the digest of all lines up to
-it, so that a changed or missing line is noticed. Someone who may write the file can forge it, or cut off its end.
+The file has one JSON object per line, chained by hashes (`storage.chained_lines`). The first line holds the limit.
+Every other line is what one client released in one round of one run, and it is on disk before the client's reply
+leaves. Someone who may write the file can forge it, or cut off its end.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock
-
 from partita.core.dp_settings import PrivacyError
 from partita.core.method import PrivacyRelease
 from partita.privacy.accountant import Accountant, epsilon_of_runs
-from partita.storage import atomic_files
+from partita.storage.chained_lines import ChainedLines, Line
 
 FORMAT = 1
-DIGEST_BYTES = 16
+CHAIN = ("line", "previous", "hash")  # what the chain adds to a line
 
 
 class LedgerError(PrivacyError):
@@ -80,8 +75,8 @@ class Ledger:
     path: Path
     limit: Limit
     charges: dict[tuple[str, int, str], Charge] = field(default_factory=dict)
-    last: str = ""  # digest of all lines
-    version: tuple[int, ...] = ()  # what the file was when it was last read or written whole; empty if it needs repair
+    last: Line = field(default_factory=dict)  # the last line of the file
+    version: tuple[int, ...] = ()  # what the file was when it was last written or checked for repair
 
     @staticmethod
     def create(path: Path, limit: Limit) -> Ledger:
@@ -90,11 +85,13 @@ class Ledger:
         Raises:
             LedgerError: If the file exists.
         """
-        with _lock(path):
+        if not path.parent.is_dir():
+            raise LedgerError(f"there is no folder {path.parent} for the ledger {path.name}; create it")
+        chain = _chain(path)
+        with chain.locked():
             if path.exists():
                 raise LedgerError(f"{path} exists already; a ledger is never replaced, so choose another file")
-            line = _line({"format": FORMAT, "limit": asdict(limit)}, "")
-            atomic_files.write(path, line)
+            chain.append(None, {"format": FORMAT, "limit": asdict(limit)})
         return Ledger.load(path)
 
     @staticmethod
@@ -104,14 +101,12 @@ class Ledger:
         Raises:
             LedgerError: If there is no such file, or if it is not as it was written.
         """
-        try:
-            data = atomic_files.read(path)
-        except FileNotFoundError as error:
+        if not path.exists():
             raise LedgerError(
                 f"there is no ledger {path}; create it with 'partita budget --ledger {path} --new --epsilon 8 "
                 "--delta 1e-6', and with --group COLUMN if it protects groups such as patients"
-            ) from error
-        return _parse(path, data)[0]
+            )
+        return _parse(path, _chain(path).read()[0])
 
     def spent(self, more: Iterable[Charge] = ()) -> float:
         """Return the epsilon of all charges, and of `more` if they were charged too.
@@ -149,18 +144,15 @@ class Ledger:
         Raises:
             LedgerError: If the limit would be exceeded. Nothing is charged then.
         """
-        with _lock(self.path):
+        chain = _chain(self.path)
+        with chain.locked():
             self._refresh()
             new = {charge.key: charge for charge in charges if self.charges.get(charge.key) != charge}
             self.check(list(new.values()))
-            lines, last = b"", self.last
-            for charge in new.values():
-                line = _line(_charge_to_json(charge), last)
-                lines, last = lines + line, _digest_in(line)
-            if lines:
-                atomic_files.append(self.path, lines)
+            if new:
+                self.last = chain.append(self.last, *map(asdict, new.values()))[-1]
                 self.charges |= new
-                self.last, self.version = last, _version(self.path)
+                self.version = _version(self.path)
 
     def check_unit(self, unit: str, group: str | None) -> None:
         """Raise a LedgerError if a run with this privacy unit cannot be charged to this ledger."""
@@ -206,11 +198,13 @@ class Ledger:
         """Read the file again if another process wrote to it, and repair an append that was cut off."""
         if self.version and self.version == _version(self.path):
             return
-        found, whole = _parse(self.path, atomic_files.read(self.path))
+        chain = _chain(self.path)
+        lines, torn = chain.read()
+        found = _parse(self.path, lines)
         if found.limit != self.limit or not self.charges.keys() <= found.charges.keys():
             raise LedgerError(f"{self.path} lost charges while it was used; restore it from a copy")
-        if whole is not None:
-            atomic_files.write(self.path, whole)
+        if torn:
+            chain.cut(torn)  # the process was killed while it wrote the line, so before the reply left
         self.charges, self.last, self.version = found.charges, found.last, _version(self.path)
 
     def _cost(self, charges: Iterable[Charge], by: Accountant) -> float:
@@ -225,27 +219,8 @@ class Ledger:
         return epsilon_of_runs(distinct, self.limit.delta, by)
 
 
-def _lock(path: Path) -> AbstractContextManager[Any]:
-    if not path.parent.is_dir():
-        raise LedgerError(f"there is no folder {path.parent} for the ledger {path.name}; create it")
-    return FileLock(path.with_name(f"{path.name}.lock"), poll_interval=0.01, fallback_to_soft=False)
-
-
-def _line(content: Mapping[str, Any], previous: str) -> bytes:
-    text = json.dumps(content, sort_keys=True)
-    return (json.dumps({**content, "digest": _digest(previous, text)}, sort_keys=True) + "\n").encode()
-
-
-def _digest(previous: str, text: str) -> str:
-    return hashlib.blake2b(f"{previous}\n{text}".encode(), digest_size=DIGEST_BYTES).hexdigest()
-
-
-def _digest_in(line: bytes) -> str:
-    return str(json.loads(line)["digest"])
-
-
-def _charge_to_json(charge: Charge) -> dict[str, Any]:
-    return {**asdict(charge), "releases": [asdict(release) for release in charge.releases]}
+def _chain(path: Path) -> ChainedLines:
+    return ChainedLines(path, LedgerError)
 
 
 def _version(path: Path) -> tuple[int, ...]:
@@ -254,29 +229,20 @@ def _version(path: Path) -> tuple[int, ...]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _parse(path: Path, data: bytes) -> tuple[Ledger, bytes | None]:
-    """Return the ledger, and the bytes that the file should have if its last line is not complete."""
-    found: Ledger | None = None
-    size = 0  # of the lines that count
-    for number, line in enumerate(data.splitlines(keepends=True), 1):
-        try:
-            raw = json.loads(line)
-            digest = raw.pop("digest")
-            if digest != _digest(found.last if found else "", json.dumps(raw, sort_keys=True)):
-                raise ValueError("the digest does not fit the lines")
-            if found is None:
-                if raw["format"] != FORMAT:
-                    raise ValueError("it has another format")
-                found = Ledger(path, Limit(**raw["limit"]))
-            else:
-                releases = tuple(PrivacyRelease(**release) for release in raw.pop("releases"))
-                charge = Charge(**raw, releases=releases)
-                found.charges[charge.key] = charge
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if found is not None and not line.endswith(b"\n"):
-                break  # the process was killed while it wrote the line, so before the reply left
-            raise LedgerError(f"{path}, line {number}, is damaged ({error}); restore the file from a copy") from error
-        found.last, size = digest, size + len(line)
-    if found is None:
-        raise LedgerError(f"{path} is empty; restore it from a copy")
-    return found, None if data.endswith(b"\n") else data[:size].rstrip(b"\n") + b"\n"
+def _parse(path: Path, lines: Sequence[Line]) -> Ledger:
+    if not lines:
+        raise LedgerError(f"{path} has no complete line; restore it from a copy")
+    contents = [{key: value for key, value in line.items() if key not in CHAIN} for line in lines]
+    try:
+        if contents[0]["format"] != FORMAT:
+            raise ValueError(f"format {contents[0]['format']}")
+        found = Ledger(path, Limit(**contents[0]["limit"]), last=lines[-1])
+        for raw in contents[1:]:
+            releases = tuple(PrivacyRelease(**release) for release in raw.pop("releases"))
+            charge = Charge(**raw, releases=releases)
+            found.charges[charge.key] = charge
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LedgerError(
+            f"{path} is not a ledger that this version wrote ({error}); restore it from a copy"
+        ) from error
+    return found
