@@ -300,11 +300,15 @@ def site_experiment(name: str, own: Config, secret: Key | None = None) -> Experi
     Raises:
         FlowerError: If the experiment has no such client.
     """
-    # The server alone records rows, so a site needs no tracker.
-    experiment = build(replace(own, engine=replace(own.engine, clients_per_block=1), track=TrackConfig()), secret)
+    experiment = build(as_one_site(own), secret)
     if name not in experiment.federation.clients:
         raise FlowerError(f"this site is the client '{name}', but the experiment has no such client")
     return experiment
+
+
+def as_one_site(config: Config) -> Config:
+    """Return the experiment as one site runs it: one client, and no tracker, since the server alone records rows."""
+    return replace(config, engine=replace(config.engine, clients_per_block=1), track=TrackConfig())
 
 
 def _settings(config: Path, settings: Mapping[str, Any]) -> Config:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
-from partita.experiment.config import Config, TrackConfig, shared_digest
+from partita.experiment.config import Config, shared_digest
+from partita.experiment.flower_app import as_one_site
 from partita.site.config import SiteConfig, load_site
 from partita.site.doctor.checks import Examined, Outcome, failed, ok, warning
 from partita.site.own_experiment import own_settings
@@ -33,7 +33,7 @@ def load_approved(site: SiteConfig) -> Config:
         CodeRefused: If the experiment names code that the policy does not approve. It is not run.
     """
     _, config = own_settings(site, load_policy(site.policy_file))
-    return replace(config, engine=replace(config.engine, clients_per_block=1), track=TrackConfig())
+    return as_one_site(config)
 
 
 def check_key(examined: Examined) -> Outcome:
