@@ -5,8 +5,8 @@
     python studies/play.py table STUDY.toml...    print Markdown tables
     python studies/play.py plot STUDY.toml...     draw SVG pictures beside the study
 
-Docs: studies/README.md. The exit code is 0 if all runs have a line, 1 if some failed, and 3 if some are left because the
-time was up.
+Docs: studies/README.md. The exit code is 0 if all runs have a line, 1 if some failed, and 3 if the time was up and some
+are left.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def _print_choices(studies: Sequence[Study], asked: Asked) -> None:
     for study in studies:
         seen = set()
         for run in plan(study, "run", Asked(asked.overrides, asked.arms), read_runs(study, "tune")):
-            at = {axis: value for axis, value in study.tuned_at(run.point).items()}
+            at = dict(study.tuned_at(run.point))
             if (run.arm, str(at)) in seen or not run.chosen:
                 continue
             seen.add((run.arm, str(at)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import statistics
 import time
 import traceback
 from collections import deque
@@ -84,11 +83,10 @@ class Worker:
             self.process.start()
         theirs.close()
         self.planned: Planned | None = None
-        self.began = 0.0
 
     def begin(self, planned: Planned, again: bool) -> None:
         """Give it a run. `again` starts from the beginning, whatever an earlier try has left."""
-        self.planned, self.began = planned, time.monotonic()
+        self.planned = planned
         self.connection.send((planned, again))
 
     def result(self) -> tuple[Line | None, str, str]:
@@ -159,7 +157,7 @@ def play_all(
                 (line, error, trace), run = worker.result(), worker.planned
                 worker.planned = None
                 if line is not None:
-                    lengths.add(line, time.monotonic() - worker.began)
+                    lengths.add(line, line["seconds"])  # without the start of the process, which is not repeated
                     yield Ended(run, line)
                     continue
                 worker.stop()  # an error of a GPU spoils the process for the next run
@@ -224,9 +222,3 @@ def _serve(connection: Connection, work: Path, threads: int, commit: str | None)
             connection.send(answer)
         except (BrokenPipeError, OSError):
             return
-
-
-def typical_seconds(lengths: Lengths, planned: Sequence[Planned]) -> float | None:
-    """Return the seconds that these runs take together one after the other; None if no length is known."""
-    known = [value for run in planned if (value := lengths.expected(run)) is not None]
-    return statistics.fmean(known) * len(planned) if known else None

@@ -128,8 +128,8 @@ def tables(study: Study, lines: Sequence[Line], score: str | None = None, on: st
     last = f"mean over the last {study.last} tested rounds" if study.last > 1 else "score of the last tested round"
     about = (
         f"{metric.title_with_unit} on {where}: the {last}, then mean ± standard deviation over seeds. "
-        f"Differences to `{study.baseline}` are paired by seed, with Student's 95% interval; p is of a paired t test, and "
-        "Holm's correction is over the comparisons of each table."
+        f"Differences to `{study.baseline}` are paired by seed, with Student's 95% interval; p is of a paired t test, "
+        "and Holm's correction is over the comparisons of each table."
     )
     return "\n\n".join([*parts, about]) + "\n"
 
