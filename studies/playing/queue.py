@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import signal
+import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from playing.lines import Line
 from playing.study import Planned
+from playing.work import play
+
+Play = Callable[[Planned, Path, int, str | None, bool], Line]
 
 TRIES = 2  # a run that fails is tried once more, from the beginning
 INTERVAL = 0.5  # seconds between two looks at the clock
@@ -61,8 +68,8 @@ class Lengths:
 
     def expected(self, planned: Planned) -> float | None:
         """Return the longest of the last five runs of the arm, else of the study; None if none has finished."""
-        for known in (self.seconds, self.earlier):
-            for key in self._keys(planned.study, planned.kind, planned.arm):
+        for key in self._keys(planned.study, planned.kind, planned.arm):
+            for known in (self.seconds, self.earlier):
                 if key in known:
                     return max(known[key][-5:])
         return None
@@ -72,13 +79,23 @@ class Lengths:
         return (study, kind, arm), (study, kind)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a process says of a run: its line, or why it failed, where, and whether the process may be spoiled."""
+
+    line: Line | None
+    error: str = ""
+    trace: str = ""
+    spoiled: bool = False
+
+
 class Worker:
     """A process that plays one run after the other, so that it imports and warms up only once."""
 
-    def __init__(self, work: Path, threads: int, commit: str | None) -> None:
+    def __init__(self, play: Play, work: Path, threads: int, commit: str | None) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, work, threads, commit), daemon=False)
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, play, work, threads, commit))
         with _threads(threads):
             self.process.start()
         theirs.close()
@@ -89,14 +106,14 @@ class Worker:
         self.planned = planned
         self.connection.send((planned, again))
 
-    def result(self) -> tuple[Line | None, str, str]:
-        """Return (line, error, trace) of its run."""
+    def result(self) -> Answer:
+        """Return what came of its run."""
         try:
             return self.connection.recv()
         except (EOFError, ConnectionError):
             self.process.join(PATIENCE)
             code = self.process.exitcode
-            return None, f"the process of the run died with exit code {code} (out of memory?)", ""
+            return Answer(None, f"the process of the run died with exit code {code} (out of memory?)", spoiled=True)
 
     def stop(self) -> None:
         """End the process, with its run if it has one."""
@@ -116,6 +133,7 @@ def play_all(
     deadline: float | None = None,
     lengths: Lengths | None = None,
     tries: Mapping[str, int] | None = None,
+    play: Play = play,
 ) -> Iterator[Ended]:
     """Play runs in order, `jobs` at a time. Yield each as it ends.
 
@@ -130,6 +148,7 @@ def play_all(
             expected to end in time.
         lengths: What is known of the length of runs. It learns from those that end.
         tries: By key of a run, how often it has failed in earlier calls.
+        play: Plays one run, in a process; a function at the top level of a module.
     """
     lengths = Lengths() if lengths is None else lengths
     waiting, failed = deque(planned), dict(tries or {})
@@ -142,31 +161,35 @@ def play_all(
                 idle = next((worker for worker in workers if worker.planned is None), None)
                 if idle is None and len(workers) == jobs:
                     break
-                if idle is None:
-                    idle = Worker(work, threads, commit)
+                if idle is None:  # started only now: a call may have fewer runs than jobs left
+                    idle = Worker(play, work, threads, commit)
                     workers.append(idle)
                 waiting.remove(chosen)
                 idle.begin(chosen, again=failed.get(chosen.key, 0) > 0)
             busy = [worker for worker in workers if worker.planned is not None]
             left = None if deadline is None else deadline - time.monotonic()
-            if not busy or (left is not None and left <= 0):
+            if not busy:
                 return
-            ready = wait([worker.connection for worker in busy], INTERVAL if left is None else min(INTERVAL, left))
+            patience = INTERVAL if left is None else max(0.0, min(INTERVAL, left))
+            ready = wait([worker.connection for worker in busy], patience)
             for worker in [worker for worker in busy if worker.connection in ready]:
                 assert worker.planned is not None
-                (line, error, trace), run = worker.result(), worker.planned
+                answer, run = worker.result(), worker.planned
                 worker.planned = None
-                if line is not None:
-                    lengths.add(line, line["seconds"])  # without the start of the process, which is not repeated
-                    yield Ended(run, line)
+                if answer.line is not None:
+                    lengths.add(answer.line, answer.line["seconds"])  # without the start of the process
+                    yield Ended(run, answer.line)
                     continue
-                worker.stop()  # an error of a GPU spoils the process for the next run
-                workers.remove(worker)
+                if answer.spoiled:
+                    worker.stop()
+                    workers.remove(worker)
                 failed[run.key] = failed.get(run.key, 0) + 1
                 last = failed[run.key] >= TRIES
                 if not last:
                     waiting.append(run)
-                yield Ended(run, None, error, trace, last)
+                yield Ended(run, None, answer.error, answer.trace, last)
+            if left is not None and left <= 0:  # after a last look at what has ended
+                return
     finally:
         for worker in workers:
             worker.stop()
@@ -194,31 +217,34 @@ def _threads(count: int) -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _serve(connection: Connection, work: Path, threads: int, commit: str | None) -> None:
+def _serve(connection: Connection, play: Play, work: Path, threads: int, commit: str | None) -> None:
     """Play the runs that arrive, until there are no more."""
-    import gc
-    import signal
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to children too; the parent ends them
-    import torch
-
-    from partita.engines.ipc import end_with_parent
-    from playing.work import play
-
-    end_with_parent()
+    Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:
             planned, again = connection.recv()
         except EOFError:
             return
         try:
-            answer = play(planned, work, threads, commit, again), "", ""
+            answer = Answer(play(planned, work, threads, commit, again))
         except Exception as error:
-            answer = None, f"{type(error).__name__}: {error}", traceback.format_exc()
+            # After an error of the user's there is nothing wrong with the process. One of a GPU may spoil it.
+            spoiled = not isinstance(error, ValueError)
+            answer = Answer(None, f"{type(error).__name__}: {error}", traceback.format_exc(), spoiled)
         gc.collect()
-        if torch.cuda.is_initialized():
+        torch = sys.modules.get("torch")
+        if torch and torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # other processes share the GPU
         try:
             connection.send(answer)
-        except (BrokenPipeError, OSError):
+        except OSError:
             return
+
+
+def _end_with_parent() -> None:
+    """Exit when the parent ends for any reason, since nothing else reads the results."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
