@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -360,8 +360,16 @@ def environment(device: torch.device, **chosen: object) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "onednn": str(torch.backends.mkldnn.enabled),
         **{name: str(value) for name, value in chosen.items()},
-        **{package: version(package) for package in packages},
+        **{package: _version(package) for package in packages},
     }
+
+
+def _version(package: str) -> str:
+    """Return the version of a package. Its source may be on the path without being installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 @contextmanager

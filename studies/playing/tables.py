@@ -1,0 +1,201 @@
+"""Markdown tables of a study: one for each point of its axes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from partita.report.comparison import Difference
+from partita.report.metric import Metric, metric_named
+from partita.report.tables import corrected, paired_difference
+from playing.choice import tail
+from playing.lines import Line
+from playing.study import Point, Study
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm at one point of the axes. Values are as recorded, by seed.
+
+    Attributes:
+        arm: Name of the arm.
+        means: By seed, the mean over the last tested rounds.
+        finals: By seed, the score of the last tested round.
+        spreads: By seed, the standard deviation within the last tested rounds; empty if there is one such round.
+        worst: By seed, the worst client's last score; empty without clients' own scores.
+        megabytes: By seed, what was sent in both directions.
+        seconds: By seed, how long the run took.
+        epsilon: The largest over seeds; None if the runs are not private.
+        chosen: What tuning chose.
+        edge: The keys whose chosen value is at the edge of its grid.
+        lost: The seeds whose model was not finite in the end. They are in no mean.
+        difference: To the baseline, paired by seed; None for the baseline.
+    """
+
+    arm: str
+    means: Mapping[int, float]
+    finals: Mapping[int, float]
+    spreads: Mapping[int, float]
+    worst: Mapping[int, float]
+    megabytes: Mapping[int, float]
+    seconds: Mapping[int, float]
+    epsilon: float | None
+    chosen: Mapping[str, Any]
+    edge: tuple[str, ...]
+    lost: tuple[int, ...]
+    difference: Difference | None = None
+
+
+def summarize(
+    study: Study, lines: Iterable[Line], point: Point, score: str | None = None, on: str | None = None
+) -> list[Row]:
+    """Return the rows of one point, in the order of the study's arms; arms without a run are left out.
+
+    Args:
+        study: The study.
+        lines: The lines of its runs.
+        point: The point.
+        score: Another metric than the study's.
+        on: Another part than the study's: "test" or "personal".
+    """
+    metric, part = metric_named(score or study.score), on or study.on
+    groups: dict[str, list[Line]] = {name: [] for name in study.arms}
+    for line in lines:
+        if line["kind"] == "run" and line["point"] == dict(point) and line["arm"] in groups:
+            groups[line["arm"]].append(line)
+    rows = {arm: _row(arm, own, metric, part, study.last) for arm, own in groups.items() if own}
+    if study.baseline not in rows:
+        return list(rows.values())
+    before = rows[study.baseline].means
+    differences = {
+        arm: paired_difference([(before[seed], row.means[seed]) for seed in sorted(row.means) if seed in before])
+        for arm, row in rows.items()
+        if arm != study.baseline
+    }
+    differences = corrected(differences)
+    return [Row(**{**vars(row), "difference": differences.get(arm)}) for arm, row in rows.items()]
+
+
+def _row(arm: str, lines: Sequence[Line], metric: Metric, part: str, last: int) -> Row:
+    tails = {line["seed"]: tail(line, metric.name, part, last) for line in sorted(lines, key=lambda line: line["seed"])}
+    known = {seed: values for seed, values in tails.items() if values}
+    kept = [line for line in lines if line["seed"] in known]
+    worse = min if metric.higher_is_better else max
+    clients = {
+        line["seed"]: worse(own.values())
+        for line in kept
+        if (own := ((line.get("personal") or {}).get("clients") or {}).get(metric.name))
+    }
+    costs = [line["epsilon"] for line in lines if line.get("epsilon") is not None]
+    return Row(
+        arm,
+        {seed: statistics.fmean(values) for seed, values in known.items()},
+        {seed: values[-1] for seed, values in known.items()},
+        {seed: statistics.stdev(values) for seed, values in known.items() if len(values) > 1},
+        clients,
+        {line["seed"]: sum(map(sum, line["bytes"].values())) / 1e6 for line in kept if line.get("bytes")},
+        {line["seed"]: line["seconds"] for line in kept if line.get("seconds") is not None},
+        max(costs, default=None),
+        lines[0].get("chosen") or {},
+        tuple(lines[0].get("edge") or ()),
+        tuple(seed for seed in tails if seed not in known),
+    )
+
+
+def tables(study: Study, lines: Sequence[Line], score: str | None = None, on: str | None = None) -> str:
+    """Return all tables of a study as Markdown.
+
+    Args:
+        study: The study.
+        lines: The lines of its runs.
+        score: Another metric than the study's.
+        on: Another part than the study's.
+    """
+    metric, part = metric_named(score or study.score), on or study.on
+    parts = []
+    for point in study.points():
+        rows = summarize(study, lines, point, score, on)
+        title = ", ".join(f"{axis} = {value}" for axis, value in point.items())
+        if rows:
+            parts.append("\n\n".join([*([f"**{title}**"] if title else []), table(study, rows, metric)]))
+    if not parts:
+        return f"{study.name}: no runs yet"
+    where = "the central test set" if part == "test" else "the clients' own test sets, mean over clients"
+    last = f"mean over the last {study.last} tested rounds" if study.last > 1 else "score of the last tested round"
+    about = (
+        f"{metric.title_with_unit} on {where}: the {last}, then mean ± standard deviation over seeds. "
+        f"Differences to `{study.baseline}` are paired by seed, with Student's 95% interval; p is of a paired t test, "
+        "and Holm's correction is over the comparisons of each table."
+    )
+    return "\n\n".join([*parts, about]) + "\n"
+
+
+def table(study: Study, rows: Sequence[Row], metric: Metric) -> str:
+    """Return the table of one point, with footnotes."""
+    private = any(row.epsilon is not None for row in rows)
+    tuned = any(row.chosen for row in rows)
+    head = ["", f"{metric.title_with_unit}", "last round", "sd in the last rounds", "worst client"]
+    head += [f"to `{study.baseline}`", "p", "p (Holm)", "MB", "s"]
+    head += [*(["epsilon"] if private else []), *(["chosen"] if tuned else [])]
+    lines, notes = [head, ["---", *["--:"] * (len(head) - 1)]], []
+    for row in rows:
+        mark = ""
+        for key in row.edge:
+            mark += "\\*"
+            notes.append(f"{mark} of `{row.arm}`: {key} = {row.chosen[key]} is at the edge of its grid.")
+        if row.lost:
+            notes.append(f"`{row.arm}`: {len(row.lost)} of {len(row.lost) + len(row.means)} runs were not finite.")
+        if len(row.means) + len(row.lost) < len(study.seeds):
+            notes.append(f"`{row.arm}`: {len(row.means) + len(row.lost)} of {len(study.seeds)} seeds.")
+        difference = row.difference
+        if difference is not None and difference.n < len(row.means):
+            notes.append(f"`{row.arm}`: the difference is over {difference.n} seeds.")
+        cells = [
+            f"`{row.arm}`{mark}",
+            spread(row.means.values(), metric),
+            spread(row.finals.values(), metric),
+            metric.text(statistics.fmean(row.spreads.values())) if row.spreads else MISSING,
+            spread(row.worst.values(), metric),
+            interval(difference, metric),
+            *(_p(value) for value in ((difference.p, difference.p_holm) if difference else (None, None))),
+            _mean(row.megabytes.values(), ",.1f"),
+            _mean(row.seconds.values(), ".1f"),
+        ]
+        cells += [MISSING if row.epsilon is None else f"{row.epsilon:.2f}"] if private else []
+        cells += [", ".join(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
+                            for key, value in row.chosen.items()) or MISSING] if tuned else []  # fmt: skip
+        lines.append(cells)
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n\n".join([text, *(["\n".join(f"- {note}" for note in notes)] if notes else [])])
+
+
+def spread(values: Iterable[float], metric: Metric) -> str:
+    """Return mean ± standard deviation; the mean alone for one value."""
+    known = list(values)
+    if not known:
+        return MISSING
+    mean = metric.text(statistics.fmean(known))
+    return f"{mean} ± {metric.text(statistics.stdev(known))}" if len(known) > 1 else mean
+
+
+def interval(difference: Difference | None, metric: Metric) -> str:
+    """Return a difference with its interval."""
+    if difference is None or difference.mean is None:
+        return MISSING
+    mean = metric.text(difference.mean, "+")
+    if difference.low is None or difference.high is None:
+        return mean
+    return f"{mean} [{metric.text(difference.low)}, {metric.text(difference.high)}]"
+
+
+def _p(value: float | None) -> str:
+    return MISSING if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _mean(values: Iterable[float], form: str) -> str:
+    known = list(values)
+    return f"{statistics.fmean(known):{form}}" if known else MISSING

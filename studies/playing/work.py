@@ -1,0 +1,163 @@
+"""Play one run of a study and return its line."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from playing.lines import Line
+from playing.study import Planned, StudyError
+
+Row = Mapping[str, Any]
+
+
+def configured(planned: Planned, threads: int | None = None) -> Any:
+    """Return the validated config of a run. A run that tunes is scored on validation and never reads a test set.
+
+    Args:
+        planned: The run.
+        threads: Number of torch threads, if the config does not set it.
+
+    Raises:
+        ValueError: If the config is invalid, or holds out no validation examples to tune on.
+    """
+    from dataclasses import replace
+
+    from partita.experiment.config import parse
+    from partita.experiment.config_code import anchored
+    from partita.experiment.tuning import check_validation, without_test
+
+    raw = dict(planned.raw)
+    # Only a run that is interrupted needs checkpoints before its last round, and they are large.
+    raw.setdefault("checkpoint", {"every": raw.get("rounds", 20)})
+    config = parse(anchored(raw, planned.folder))
+    if planned.kind == "tune":
+        check_validation(config, planned.disclose_validation)
+        config = without_test(config, planned.score, planned.disclose_validation)
+    return replace(config, engine=replace(config.engine, threads=config.engine.threads or threads))
+
+
+def play(planned: Planned, work: Path, threads: int, commit: str | None, again: bool = False) -> Line:
+    """Play a run, or what is left of it if it was interrupted after a checkpoint, and return its line.
+
+    Args:
+        planned: The run.
+        work: Folder for the folders of runs. That of this run is deleted at the end.
+        threads: Number of torch threads, if the config does not set it.
+        commit: The commit of the source, if known.
+        again: Start from the beginning, whatever an earlier try has left.
+    """
+    from partita.experiment import run_folder
+    from partita.experiment.runner import start_or_resume
+    from partita.storage.atomic_files import read_json
+
+    folder = work / hashlib.blake2b(f"{planned.key}{planned.digest}".encode(), digest_size=8).hexdigest()
+    if again:
+        shutil.rmtree(folder, ignore_errors=True)
+    config = configured(planned, threads)
+    began, diverged = time.perf_counter(), None
+    try:
+        for _ in start_or_resume(config, folder):
+            pass
+    except (RuntimeError, ValueError) as error:
+        if "finite" not in str(error):
+            raise
+        diverged = str(error)  # a result: this setting does not train
+    rows = list(run_folder.read_rows(folder))
+    environment = read_json(folder / run_folder.ENVIRONMENT)
+    if diverged is None:
+        check_score(planned, rows)
+    line = {
+        **planned.identity,
+        "chosen": dict(planned.chosen),
+        "edge": list(planned.edge),
+        "digest": planned.digest,
+        "commit": commit,
+        "device": environment["processor"],
+        "torch": environment["torch"],
+        "score": planned.score,
+        **({"diverged": diverged} if diverged else {}),
+        **recorded(rows, planned.record),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    shutil.rmtree(folder, ignore_errors=True)
+    return finite(line)
+
+
+def recorded(rows: Sequence[Row], more: Iterable[str] = ()) -> Line:
+    """Return what tables need of a run's rows.
+
+    Args:
+        rows: One row per round.
+        more: More keys of the rows to keep by round.
+
+    Returns:
+        "test" and "validation": the tested rounds, counted from 1, and by metric the scores there. "personal": the
+        same as means over clients, and by metric and client the last scores. "bytes" by round, both directions.
+        "train_loss" by round. "epsilon" if the run is private, "layers" by round and client if clients choose them,
+        "lost" if clients were lost in a round.
+    """
+    line: Line = {}
+    for part in ("test", "validation"):
+        if tested := [row for row in rows if row.get(part)]:
+            line[part] = {"rounds": _rounds(tested), **_by_metric([row[part] for row in tested])}
+    for part in ("personal", "unseen"):
+        if tested := [row for row in rows if row.get(part)]:
+            means = [
+                {metric: statistics.fmean(by_client.values()) for metric, by_client in row[part].items()}
+                for row in tested
+            ]
+            line[part] = {"rounds": _rounds(tested), **_by_metric(means), "clients": tested[-1][part]}
+    line["bytes"] = {side: [row["bytes"][side] for row in rows] for side in ("up", "down")}
+    line["train_loss"] = [row["train_loss"] for row in rows]
+    line["round_seconds"] = [row["seconds"] for row in rows]
+    if rows and "privacy" in rows[-1]:
+        line["epsilon"], line["delta"] = rows[-1]["privacy"]["epsilon"], rows[-1]["privacy"]["delta"]
+    if any("chosen" in row for row in rows):
+        line["layers"] = [row.get("chosen") for row in rows]
+    if any(row.get("lost") for row in rows):
+        line["lost"] = [len(row.get("lost") or ()) for row in rows]
+    for key in more:
+        line[key] = [row.get(key) for row in rows]
+    return line
+
+
+def finite(value: Any) -> Any:
+    """Return a value of JSON with None in place of numbers that are not finite, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_score(planned: Planned, rows: Sequence[Row]) -> None:
+    """Check that a run has the study's metric on the part that its tables need.
+
+    Raises:
+        StudyError: If not. A metric that some round lacks, because its model is not finite, is no reason.
+    """
+    part = "validation" if planned.kind == "tune" else planned.on
+    tested = [row[part] for row in rows if row.get(part)]
+    if not tested:
+        key = {"test": "every", "personal": "personal_every", "validation": "validation_every"}[part]
+        raise StudyError(f"no round has scores on '{part}'; set evaluate.{key} in the config")
+    known = dict.fromkeys(metric for scores in tested for metric in scores)
+    if planned.score not in known:
+        raise StudyError(f"score is '{planned.score}', which the runs do not have; there are {', '.join(known)}")
+
+
+def _rounds(rows: Iterable[Row]) -> list[int]:
+    return [row["round"] + 1 for row in rows]
+
+
+def _by_metric(scores: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
+    """Return the scores by metric; None in a round that lacks the metric."""
+    metrics = dict.fromkeys(metric for each in scores for metric in each)
+    return {metric: [each.get(metric) for each in scores] for metric in metrics}
