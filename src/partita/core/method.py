@@ -441,6 +441,14 @@ class ServerRule:
     optimizers: Names | None = None
     divisor: float | None = None
 
+    @property
+    def needs_sizes(self) -> bool:
+        """Whether the weight of an update must be the client's number of examples.
+
+        If so, a sampling rule with `equal_weights`, which replaces it by 1, is refused.
+        """
+        return False
+
     def init(self, model: Model) -> Slots:
         """Return the initial `Server.state`. Called once, before the first round."""
         return {}

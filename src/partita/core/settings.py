@@ -180,6 +180,11 @@ class Run:
                 "[secure_aggregation]"
             )
         self.method.check_optimizer(self.training.optimizer_name)
+        if self.sampling.equal_weights and self.method.server_rule.needs_sizes:
+            raise RunError(
+                f"sampling.equal_weights is on, but {type(self.method.server_rule).__name__} weighs clients by their "
+                "numbers of examples; set method.weigh = 'clients', or sampling.equal_weights = false"
+            )
         if self.method.privacy and self.training.clip is not None:
             raise RunError(
                 "training.clip and privacy are both set; under privacy each example's gradient is clipped by "
