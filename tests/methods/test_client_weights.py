@@ -131,5 +131,7 @@ def test_a_client_that_left_keeps_its_weight() -> None:
 def test_weights_by_examples_refuse_a_sampling_that_hides_sizes(make: Make) -> None:
     assert toy_run(make("clients"), sampling=BySize())
     assert toy_run(make("examples"), sampling=BySize(equal_weights=False))
-    with pytest.raises(RunError, match=r"sampling.equal_weights is on, but \w+Server weighs .*method.weigh = 'clients'"):
+    with pytest.raises(
+        RunError, match=r"sampling.equal_weights is on, but \w+Server weighs .*method.weigh = 'clients'"
+    ):
         toy_run(make("examples"), sampling=BySize())

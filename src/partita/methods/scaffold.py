@@ -24,6 +24,7 @@ class ScaffoldClient(ClientRule):
 
     slots = frozenset({"control"})
     optimizers = PLAIN_SGD
+    allows_clip = False
 
     def memory(self, anchor: Tensors) -> Slots:
         return {"control": zeros_like(anchor)}
