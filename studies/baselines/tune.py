@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,11 +21,15 @@ from partita.experiment.config import load
 
 CONFIG = Path(__file__).with_name("digits.toml")
 SEED = 100
-GRID = {
+GRID: dict[str, list[dict[str, Any]]] = {  # a method, and what distinguishes it from another row with its name
     "fedavg": [{"training.lr": rate} for rate in (0.01, 0.02, 0.03, 0.05, 0.1)],
     "fedprox": [{"method.mu": mu} for mu in (0.001, 0.01, 0.1)],
     "scaffold": [{"training.lr": rate} for rate in (0.01, 0.02, 0.03, 0.05)],
     "feddyn": [{"method.alpha": alpha} for alpha in (0.01, 0.03, 0.1, 0.3, 1.0)],
+    "scaffold by examples": [{"method.weigh": "examples", "training.lr": rate} for rate in (0.01, 0.02, 0.03, 0.05)],
+    "feddyn by examples": [
+        {"method.weigh": "examples", "method.alpha": alpha} for alpha in (0.01, 0.03, 0.1, 0.3, 1.0)
+    ],
     "moon": [{"method.mu": mu} for mu in (0.1, 1.0, 5.0)],
     "fedavgm": [{"method.beta": beta} for beta in (0.5, 0.7, 0.9)],
     "fedadam": [{"method.lr": rate} for rate in (0.003, 0.01, 0.03)],
@@ -53,9 +58,13 @@ class Validation:
         return Batch({name: value[indices] for name, value in self.inputs.items()}, self.targets[indices])
 
 
-def validate(method: str, setting: dict[str, float]) -> float:
+def validate(method: str, setting: dict[str, Any]) -> float:
     """The mean over the last five rounds, since single rounds jump."""
-    changes = [f"method.name={method}", f"seed={SEED}", *(f"{key}={value}" for key, value in setting.items())]
+    changes = [
+        f"method.name={method.partition(' ')[0]}",
+        f"seed={SEED}",
+        *(f"{key}={value}" for key, value in setting.items()),
+    ]
     experiment = build(load(CONFIG, changes))
     run, model = experiment.run, experiment.model
     engine = SimulationEngine(

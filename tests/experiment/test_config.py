@@ -6,8 +6,10 @@ import inspect
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from partita.core.optim import SGD, AdamW
 from partita.core.rng import Key
@@ -63,6 +65,32 @@ def test_training_config_builds_its_optimizer() -> None:
     assert adam.optimizer == AdamW(weight_decay=0.2)
     plain = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.0}
     assert parse({"method": {"name": "fedavg"}, "training": plain}).training.build().optimizer == SGD(momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("table", "optimizer"),
+    [
+        ({}, AdamW()),
+        ({"optimizer": "adamw"}, AdamW()),
+        ({"optimizer": "sgd"}, SGD()),
+        ({"optimizer": "sgd", "momentum": 0.9, "nesterov": True}, SGD(0.9, nesterov=True)),
+        ({"optimizer": "adamw", "weight_decay": 0.0}, AdamW(weight_decay=0.0)),
+        ({"optimizer": "sgd", "weight_decay": 0.2}, SGD(weight_decay=0.2)),
+    ],
+)
+def test_weight_decay_left_out_is_that_of_the_optimizer(table: dict[str, Any], optimizer: object) -> None:
+    """Plain SGD is plain: torch.optim's own defaults, 0 for SGD and 0.01 for AdamW."""
+    assert parse({"method": {"name": "fedavg"}, "training": table}).training.build().optimizer == optimizer
+    theirs = torch.optim.AdamW if isinstance(optimizer, AdamW) else torch.optim.SGD
+    default = theirs([torch.zeros(1)], lr=0.1).defaults["weight_decay"]
+    if "weight_decay" not in table:
+        assert optimizer.weight_decay == default  # type: ignore[attr-defined]
+
+
+def test_training_config_builds_the_rate_of_adapting() -> None:
+    assert parse({"method": {"name": "fedper"}}).training.build().adapt_lr is None
+    own = parse({"method": {"name": "fedper"}, "training": {"adapt_lr": 0.3}}).training.build()
+    assert (own.lr, own.adapt_lr) == (parse({"method": {"name": "fedper"}}).training.lr, 0.3)
 
 
 def test_python_and_config_have_the_same_defaults() -> None:

@@ -9,12 +9,13 @@ from helpers import Clients, final_params, play, toy_model, toy_run
 from quadratics import LR, Quadratic, QuadraticClients, X, as_vector, fixed_point, initial_point, matrix_powers
 
 from partita.core import tensors
-from partita.core.method import Method, MethodError, Server
-from partita.core.optim import AdamW
+from partita.core.method import Method, MethodError, Server, compose
+from partita.core.optim import SGD, AdamW
 from partita.core.rounds import RoundResult
 from partita.core.versions import ParameterVersions
 from partita.methods.fedavg import fedavg
 from partita.methods.fednova import fednova
+from partita.methods.fedprox import fedprox
 
 STEPS = np.array([1, 2, 3, 4])  # one epoch in batches of one: as many steps as examples
 
@@ -90,3 +91,36 @@ def test_fednova_with_equal_steps_is_fedavg_bit_for_bit(steps: int) -> None:
 def test_fednova_refuses_other_optimizers() -> None:
     with pytest.raises(MethodError, match="fednova: FedNovaServer is derived for sgd, not for adamw"):
         toy_run(fednova(), optimizer=AdamW())
+
+
+@pytest.mark.parametrize("optimizer", [SGD(momentum=0.9), SGD(momentum=0.9, nesterov=True)])
+def test_fednova_refuses_momentum(optimizer: SGD) -> None:
+    with pytest.raises(MethodError, match="fednova: FedNovaServer is derived for sgd, not for sgd with momentum"):
+        toy_run(fednova(), optimizer=optimizer)
+
+
+def test_fednova_refuses_clipped_gradients() -> None:
+    with pytest.raises(MethodError, match=r"fednova: training\.clip is 0.5, but FedNovaServer is derived for .*leave"):
+        toy_run(fednova(), clip=0.5)
+
+
+@pytest.mark.parametrize("order", [(fednova(), fedprox(0.1)), (fedprox(0.1), fednova())])
+def test_fednova_refuses_a_proximal_term(order: tuple[Method, Method]) -> None:
+    """With the pull mu, step k of tau counts (1 - lr mu)^(tau - k) in the update, so the steps do not count alike."""
+    with pytest.raises(MethodError, match=r"FedNovaServer divides .* the proximal term of FedProxClient"):
+        compose(*order)
+    assert compose(fednova(), fedprox(0.0))
+
+
+def test_fednova_with_weight_decay_leaves_the_regularized_optimum_only_in_second_order() -> None:
+    """SGD adds the decay to the gradient, so it belongs to the objective, and all steps still count alike."""
+    bowls, decay = QuadraticClients(), 0.4
+    curvature = np.einsum("i,ijk->jk", bowls.p, bowls.H) + decay * np.eye(5)
+    best = torch.tensor(np.linalg.solve(curvature, np.einsum("i,ijk,ik->j", bowls.p, bowls.H, bowls.a)))
+    there = Server({"x": best[:X], "y": best[X:]}, versions=ParameterVersions({"x": 0, "y": 0}))
+    moved = []
+    for rate in (0.01, 0.005):
+        run = toy_run(fednova(), 1, SGD(weight_decay=decay), lr=rate, batch_size=1)
+        after = as_vector(final_params(play(run, Quadratic(), bowls, there)))
+        moved.append(np.linalg.norm(after - best.numpy()))
+    assert moved[0] / moved[1] == pytest.approx(4, abs=0.1)

@@ -8,13 +8,24 @@ import numpy as np
 import pytest
 import torch
 from helpers import Clients, final_params, play, toy_model, toy_run
-from quadratics import LR, QuadraticClients, as_vector, client_step_matrix, final_point, fixed_point, initial_point
+from quadratics import (
+    LR,
+    Quadratic,
+    QuadraticClients,
+    as_vector,
+    client_step_matrix,
+    final_point,
+    fixed_point,
+    initial_point,
+)
 from quadratics import quadratic_rounds as play_bowls
 
 from partita.core import tensors
 from partita.core.method import Context, MethodError
 from partita.core.optim import SGD, AdamW
 from partita.core.plan import Phase, Plan
+from partita.core.rng import Key
+from partita.core.settings import Run, Training
 from partita.methods.fedavg import fedavg
 from partita.methods.scaffold import ScaffoldClient, scaffold
 from partita.storage.client_store import MemoryStore
@@ -93,6 +104,24 @@ def test_scaffold_does_not_correct_kept_parameters() -> None:
     corrected = ScaffoldClient().gradient(ones, ctx)
     for name in model.all_names():
         assert torch.equal(corrected[name], ones[name] * (1.0 if name in head else -2.0))
+
+
+def test_scaffold_with_weight_decay_reaches_the_regularized_optimum() -> None:
+    """SGD adds the decay to the gradient, so it belongs to the objective, and control variates correct it too."""
+    bowls, decay = QuadraticClients(sizes=EQUAL_SIZES), 0.4
+    training = Training(LR, SGD(weight_decay=decay), batch_size=9, steps=5)
+    run, model = Run(scaffold(), training, 45, Key(0), drift=False), Quadratic()
+    final = as_vector(final_params(play(run, model, bowls)))
+    regularized = np.linalg.solve(bowls.H.mean(0) + decay * np.eye(5), np.einsum("ijk,ik->j", bowls.H, bowls.a) / 4)
+    np.testing.assert_allclose(final, regularized, rtol=0, atol=1e-5)
+    assert np.linalg.norm(regularized - bowls.optimum()) > 0.05
+
+
+def test_scaffold_refuses_clipped_gradients() -> None:
+    said = r"scaffold: training\.clip is 0.5, but ScaffoldClient is derived for .*leave training\.clip out"
+    with pytest.raises(MethodError, match=said):
+        toy_run(scaffold(), clip=0.5)
+    assert toy_run(fedavg(), clip=0.5)
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(momentum=0.9)])

@@ -311,6 +311,24 @@ def test_seeds_that_never_reach_the_target_count_in_the_median(tmp_path: Path) -
     assert line(slow, slow) == (None, "not reached (0 of 2)")
 
 
+@pytest.mark.parametrize(
+    ("every", "said"), [(1, None), (2, "up to 2 rounds apart, so up to 1 too late"), (5, "up to 5")]
+)
+def test_rounds_to_a_target_say_that_they_are_read_at_tested_rounds(
+    every: int, said: str | None, tmp_path: Path
+) -> None:
+    """Round 9, the last, is tested in any case, as in a run."""
+
+    def edit(row: dict[str, Any]) -> dict[str, Any]:
+        number = row["round"]
+        return row if (number + 1) % every == 0 else {**row, "test": None}
+
+    runs = [load_run(write_run(tmp_path, "fedavg", seed, 10, 10, edit=edit)) for seed in range(2)]
+    [comment] = [comment for comment in compare(runs).comments if comment.startswith("rounds to")]
+    assert ("tested rounds only" in comment) == (every > 1)
+    assert said is None or said in comment
+
+
 def test_unfinished_runs_are_noted_and_not_paired_with_longer_runs(tmp_path: Path) -> None:
     runs = [make_record(tmp_path, "a", seed, [0.1, 0.2, 0.5 + seed / 100]) for seed in range(3)]
     runs += [make_record(tmp_path, "b", seed, [0.1, 0.2, 0.6 + seed / 50]) for seed in range(2)]

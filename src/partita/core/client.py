@@ -249,7 +249,8 @@ def adaptation_round(
 ) -> ClientRound:
     """Prepare a round whose result is used for evaluation only.
 
-    The client trains `phases` on a copy of the whole model, without client rules, and sends nothing.
+    The client trains `phases` on a copy of the whole model, without client rules, and sends nothing. The learning rate
+    is `Training.adapt_lr` in every round, whatever the schedule.
 
     Args:
         run: The settings.
@@ -265,7 +266,9 @@ def adaptation_round(
     _, anchor = client_params(run, model, job, state)
     key = run.key / "round" / job.round / "client" / job.client / "adapt"
     plan = Plan(phases, up=NO_NAMES, down=NO_NAMES, keep=model.all_names())
-    ctx = Context(client_model(run, model, job), plan, anchor, {}, {}, run.lr(job.round))
+    # The schedule is for the shared model. At its end it would leave clients hardly any rate to adapt with.
+    lr = run.training.lr if run.training.adapt_lr is None else run.training.adapt_lr
+    ctx = Context(client_model(run, model, job), plan, anchor, {}, {}, lr)
     return ClientRound(
         job,
         ClientState(),

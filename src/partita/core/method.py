@@ -179,6 +179,7 @@ class ClientRule:
             2 `release_every` and so on, whichever clients take part.
         per_example: Whether `penalty` is a mean over the batch's examples. If False, `penalty` must not read examples
             under example-level privacy.
+        allows_clip: Whether the rule is valid if `training.clip` shortens steps.
     """
 
     slots: Names = NO_NAMES
@@ -187,6 +188,12 @@ class ClientRule:
     release: PrivacyRelease | None = None
     release_every: int = 1
     per_example: bool = False
+    allows_clip: bool = True
+
+    @property
+    def proximal(self) -> bool:
+        """Whether `penalty` pulls parameters back to the anchor, so that earlier steps of a round count less."""
+        return False
 
     def memory(self, anchor: Tensors) -> Slots:
         """Return the client's memory before its first round.
@@ -436,10 +443,23 @@ class ServerRule:
         optimizers: The names of the local optimizers for which the rule is valid; None for any.
         divisor: For a rule with a `reduce` of its own that divides the plain sum of the updates, all with weight 1, by
             a fixed number: that number. Such a rule can start from a secure sum. None for all other rules.
+        allows_clip: Whether the rule is valid if `training.clip` shortens steps.
+        counts_steps: Whether the rule needs that all steps of a client's round count alike in its update. It then
+            refuses proximal terms.
     """
 
     optimizers: Names | None = None
     divisor: float | None = None
+    allows_clip: bool = True
+    counts_steps: bool = False
+
+    @property
+    def needs_sizes(self) -> bool:
+        """Whether the weight of an update must be the client's number of examples.
+
+        If so, a sampling rule with `equal_weights`, which replaces it by 1, is refused.
+        """
+        return False
 
     def init(self, model: Model) -> Slots:
         """Return the initial `Server.state`. Called once, before the first round."""
@@ -526,8 +546,8 @@ class Method:
 
     Raises:
         MethodError: If a slot has an invalid name or two owners, if two rules override `step_gradient`, if the method
-            has both personal copies and `adapt`, or if it has example-level privacy and a rule overrides
-            `step_gradient` or reads examples without a `release`.
+            has both personal copies and `adapt`, if the server rule counts steps and a client rule is proximal, or if
+            it has example-level privacy and a rule overrides `step_gradient` or reads examples without a `release`.
     """
 
     name: str
@@ -560,6 +580,12 @@ class Method:
                 "not train; set method.finetune = 0"
             )
         self._check_step_gradient()
+        pulls = [type(rule).__name__ for rule in self.client_rules if rule.proximal]
+        if pulls and self.server_rule.counts_steps:
+            raise MethodError(
+                f"{self.name}: {type(self.server_rule).__name__} divides an update by its number of steps, but the "
+                f"proximal term of {pulls[0]} makes earlier steps count less; use one of the two methods"
+            )
         if self.carry_optimizer and self.sets_optimizer_state:
             raise MethodError(
                 f"{self.name}: its clients start from an optimizer state that the server sends, so they cannot keep "
@@ -613,6 +639,16 @@ class Method:
                 raise MethodError(
                     f"{self.name}: {rule} is derived for {' or '.join(known)}, not for {optimizer}; set "
                     f"training.optimizer = '{known[0]}'{only}"
+                )
+
+    def check_clip(self, clip: float) -> None:
+        """Raise MethodError if a rule is not valid with `training.clip`."""
+        rules: tuple[ClientRule | ServerRule, ...] = (*self.client_rules, self.server_rule)
+        for rule in rules:
+            if not rule.allows_clip:
+                raise MethodError(
+                    f"{self.name}: training.clip is {clip}, but {type(rule).__name__} is derived for steps along the "
+                    "whole gradient; leave training.clip out, or lower training.lr"
                 )
 
     def _restricted_rules(self) -> list[tuple[str, Names]]:

@@ -50,6 +50,8 @@ class Training:
         class_weights: The weight of each class in the loss, by index; empty for equal weights. As in torch, the loss of
             a batch is divided by the sum of the weights of its targets.
         augment: The augmentations of training images, in order.
+        adapt_lr: The learning rate with which clients adapt their models before a personalized evaluation. It has no
+            schedule. None: `lr`.
         dropout: Whether the model's dropout is active in training. Its rates are those of the model.
 
     Raises:
@@ -73,6 +75,7 @@ class Training:
     label_smoothing: float = 0.0
     class_weights: tuple[float, ...] = ()
     augment: tuple[str, ...] = ()
+    adapt_lr: float | None = None
 
     def __post_init__(self) -> None:
         for setting in ("lr", "batch_size", "epochs", "accumulate"):
@@ -82,7 +85,7 @@ class Training:
             raise RunError(f"training.warmup_steps is {self.warmup_steps}; it must be 0 or more")
         if not 0 < self.layer_decay <= 1:
             raise RunError(f"training.layer_decay is {self.layer_decay}; it must be above 0 and at most 1")
-        for setting, limit in (("steps", self.steps), ("clip", self.clip)):
+        for setting, limit in (("steps", self.steps), ("clip", self.clip), ("adapt_lr", self.adapt_lr)):
             if limit is not None and not limit > 0:
                 raise RunError(f"training.{setting} is {limit}; it must be above 0, or left out")
         for name in self.augment:
@@ -180,6 +183,13 @@ class Run:
                 "[secure_aggregation]"
             )
         self.method.check_optimizer(self.training.optimizer_name)
+        if self.training.clip is not None:
+            self.method.check_clip(self.training.clip)
+        if self.sampling.equal_weights and self.method.server_rule.needs_sizes:
+            raise RunError(
+                f"sampling.equal_weights is on, but {type(self.method.server_rule).__name__} weighs clients by their "
+                "numbers of examples; set method.weigh = 'clients', or sampling.equal_weights = false"
+            )
         if self.method.privacy and self.training.clip is not None:
             raise RunError(
                 "training.clip and privacy are both set; under privacy each example's gradient is clipped by "

@@ -62,7 +62,11 @@ class TrainingConfig:
 
     lr: Annotated[Positive, "learning rate"] = 1e-3
     optimizer: Annotated[Literal["sgd", "adamw"], "the clients' optimizer"] = "adamw"
-    weight_decay: Annotated[NotNegative, "weight decay; AdamW decouples it from the gradient"] = AdamW.weight_decay
+    weight_decay: Annotated[
+        NotNegative | None,
+        f"weight decay; AdamW decouples it from the gradient; if left out, {AdamW.weight_decay} for `adamw` and "
+        f"{SGD.weight_decay:g} for `sgd`",
+    ] = None
     momentum: Annotated[PartialShare, "momentum; `sgd` only"] = 0.0
     nesterov: Annotated[bool, "Nesterov momentum; `sgd` only"] = False
     decay_norms_and_biases: Annotated[
@@ -106,6 +110,11 @@ class TrainingConfig:
     schedule: Annotated[Literal["constant", "cosine", "linear", "step"], "learning rate schedule over the rounds"] = (
         "constant"
     )
+    adapt_lr: Annotated[
+        Positive | None,
+        "learning rate, without a schedule, for methods that fine-tune a client's model before its personal test; `lr` "
+        "if left out",
+    ] = None
     schedule_warmup: Annotated[Whole, "rounds of linear learning rate warm-up"] = 0
     schedule_floor: Annotated[Share, "`cosine` and `linear` end at this fraction of the learning rate"] = 0.0
     schedule_every: Annotated[Count, "`step`: rounds between learning rate drops"] = 10
@@ -127,9 +136,10 @@ class TrainingConfig:
             raise OptionError(f"training.class_weights names the class '{unknown[0]}'; {remedy}")
         if self.optimizer == "adamw" and (self.momentum or self.nesterov):
             raise OptionError("training.momentum and training.nesterov are for optimizer = 'sgd'; leave them out")
-        optimizer: Optimizer = AdamW(weight_decay=self.weight_decay)
+        decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
+        optimizer: Optimizer = AdamW(**decay)
         if self.optimizer == "sgd":
-            optimizer = SGD(self.momentum, self.weight_decay, self.nesterov)
+            optimizer = SGD(self.momentum, nesterov=self.nesterov, **decay)
         schedule = Schedule(
             self.schedule, self.schedule_warmup, self.schedule_floor, self.schedule_every, self.schedule_gamma
         )
@@ -151,6 +161,7 @@ class TrainingConfig:
             self.label_smoothing,
             tuple(float(given.get(name, 1.0)) for name in classes) if given and classes is not None else (),
             tuple(self.augment),
+            self.adapt_lr,
         )
 
 

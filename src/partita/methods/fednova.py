@@ -15,9 +15,15 @@ from partita.methods.scaffold import PLAIN_SGD
 
 @dataclass(frozen=True)
 class FedNovaServer(ServerRule):
-    """Aggregate (sum p_i steps_i) · sum p_i (delta_i / steps_i), separately for each parameter."""
+    """Aggregate (sum p_i steps_i) · sum p_i (delta_i / steps_i), separately for each parameter.
+
+    In the paper, a client's update is a sum of its gradients with coefficients a_i, and is divided by their sum. All
+    coefficients are 1, and the sum is the number of steps, for plain SGD without clipping or a proximal term.
+    """
 
     optimizers = PLAIN_SGD
+    allows_clip = False
+    counts_steps = True
 
     def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
         direction, length, cohort = Mean(), Mean(), 0

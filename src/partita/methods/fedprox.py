@@ -23,6 +23,10 @@ class FedProxClient(ClientRule):
 
     mu: float
 
+    @property
+    def proximal(self) -> bool:
+        return self.mu > 0
+
     def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
         held = sorted(ctx.plan.train & ctx.plan.down)
         squares = [((params[name] - ctx.anchor[name]) ** 2).sum() for name in held]

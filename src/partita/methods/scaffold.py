@@ -10,6 +10,7 @@ from partita.core.model import Model
 from partita.core.options import NotNegative
 from partita.core.tensors import Mean, Names, Slots, Tensors, add, scale, select, subtract, zeros_like
 from partita.core.update import Aggregate, Update
+from partita.methods.client_weights import PopulationWeights, Weigh, remembered, rescaled
 
 PLAIN_SGD = frozenset({"sgd"})
 
@@ -23,6 +24,7 @@ class ScaffoldClient(ClientRule):
 
     slots = frozenset({"control"})
     optimizers = PLAIN_SGD
+    allows_clip = False
 
     def memory(self, anchor: Tensors) -> Slots:
         return {"control": zeros_like(anchor)}
@@ -41,13 +43,23 @@ class ScaffoldClient(ClientRule):
 
 @dataclass(frozen=True)
 class ScaffoldServer(ServerRule):
-    """Average without weights, so that the common variate stays the mean over all clients, sampled or not.
+    """Average updates, and keep the common variate equal to the mean over all clients, sampled or not.
+
+    With the weights p_i of the clients, c = sum_i p_i c_i. A round rests where no client moves: grad f_i(x) - c_i + c
+    is 0 for every client, and with it c_i = grad f_i(x) after the client's round. Then c = 0, that is
+    sum_i p_i grad f_i(x) = 0: x is the optimum of sum_i p_i f_i, whoever takes part.
 
     Attributes:
         lr: The server learning rate.
+        weigh: How clients count: p_i = 1 / N with "clients", n_i / sum_j n_j with "examples".
     """
 
     lr: float
+    weigh: Weigh = "clients"
+
+    @property
+    def needs_sizes(self) -> bool:
+        return self.weigh == "examples"
 
     def init(self, model: Model) -> Slots:
         return {"control": zeros_like(model.initial)}
@@ -56,18 +68,28 @@ class ScaffoldServer(ServerRule):
         return super().send(server, client, names)[0], {"control": server.state["control"]}
 
     def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
-        delta, control, cohort = Mean(), Mean(), 0
+        delta, control, cohort, weights = Mean(), Mean(), 0, PopulationWeights(self.weigh, server)
         for update in updates:
             cohort += 1
-            delta.add(update.delta, 1.0)
-            control.add(update.slots.get("control", {}), 1.0)
-        return Aggregate(delta.value, {"control": control.over(population)}, cohort)
+            weight = weights.add(update)
+            delta.add(update.delta, weight)
+            control.add(update.slots.get("control", {}), weight)
+        slots = {"control": control.over(weights.total(population)), **weights.slots(population)}
+        return Aggregate(delta.value, slots, cohort)
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
-        server = super().apply(server, replace(aggregate, delta=scale(aggregate.delta, self.lr)))
-        return replace(server, state={"control": add(server.state["control"], aggregate.slots["control"])})
+        after = super().apply(server, replace(aggregate, delta=scale(aggregate.delta, self.lr)))
+        control = rescaled(server.state["control"], server.state, aggregate.slots)
+        state = {"control": add(control, aggregate.slots["control"]), **remembered(aggregate.slots)}
+        return replace(after, state=state)
 
 
-def scaffold(lr: NotNegative = 1.0) -> Method:
-    """Build SCAFFOLD with the server learning rate `lr`."""
-    return Method("scaffold", client_rules=(ScaffoldClient(),), server_rule=ScaffoldServer(lr))
+def scaffold(lr: NotNegative = 1.0, weigh: Weigh = "clients") -> Method:
+    """Build SCAFFOLD.
+
+    Args:
+        lr: The server learning rate.
+        weigh: How clients count: all alike as in the paper, or by their numbers of examples as in FedAvg. The method
+            rests at the optimum of the mean loss that is weighted so.
+    """
+    return Method("scaffold", client_rules=(ScaffoldClient(),), server_rule=ScaffoldServer(lr, weigh))

@@ -18,6 +18,7 @@ def explain_columns(
     metric: Metric,
     base: str | None,
     own_metrics: Sequence[Metric] = (),
+    gap: int = 1,
 ) -> list[str]:
     """Explain the columns that are shown.
 
@@ -28,6 +29,7 @@ def explain_columns(
         metric: The metric.
         base: The label of local training, which gains refer to; None if there is none.
         own_metrics: The user's own metrics.
+        gap: The most rounds from one test to the next; 1 if every round was tested.
     """
     comments = [
         f"{metric.name}: value of the last tested round, mean ± sample standard deviation over seeds"
@@ -73,9 +75,13 @@ def explain_columns(
             origin = f"{worse_share(metric, reference):.0%} of the final mean of {lines[0].label}"
         comments.append(
             f"rounds to {metric.show(target)}: {origin}; the first round counts as 1; median over seeds, where a seed "
-            "that did not reach it counts as infinitely late."
+            f"that did not reach it counts as infinitely late{_read_at_tests(gap)}."
         )
     return comments
+
+
+def _read_at_tests(gap: int) -> str:
+    return "" if gap == 1 else f"; read at tested rounds only, up to {gap} rounds apart, so up to {gap - 1} too late"
 
 
 def caveats(

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from partita.report.comments import caveats, explain_columns
 from partita.report.comparison import Comparison, Difference, Gain, Line, Reach, Score, worse_share
@@ -64,7 +65,9 @@ def compare(records: Sequence[RunRecord], target: float | None = None, metric: s
         for label, runs in groups.items()
     )
     comments = [
-        *explain_columns(lines, target, asked is not None, chosen, local_baseline(groups), own),
+        *explain_columns(
+            lines, target, asked is not None, chosen, local_baseline(groups), own, _largest_gap(records, metric)
+        ),
         *caveats(groups, finals, differences, metric),
     ]
     return Comparison(metric, chosen.higher_is_better, target, lines, tuple(comments), own)
@@ -191,6 +194,12 @@ def _reach(runs: list[RunRecord], target: float, metric: Metric) -> Reach:
         next((round + 1.0 for round, value in tested(run, metric.name) if reached(value)), math.inf) for run in runs
     ]
     return Reach(number(statistics.median(late)), sum(map(math.isfinite, late)), len(late))
+
+
+def _largest_gap(records: Sequence[RunRecord], metric: str) -> int:
+    """Return the most rounds from one test of a run to its next, or from its start to the first test."""
+    rounds = [[-1, *(round for round, _ in tested(run, metric))] for run in records]
+    return max((later - earlier for each in rounds for earlier, later in pairwise(each)), default=1)
 
 
 def _pairs(first: list[RunRecord], runs: list[RunRecord], metric: str) -> list[tuple[float, float]]:
