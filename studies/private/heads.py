@@ -19,13 +19,13 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from playing.choice import Asked, left_to_play, plan, read_runs  # noqa: E402
-from playing.lines import append_line, only_writer  # noqa: E402
-from playing.study import read_study  # noqa: E402
-from playing.work import play  # noqa: E402
+from playing.choice import Asked, left_to_play, plan, read_runs
+from playing.lines import append_line, only_writer
+from playing.study import read_study
+from playing.work import play
 
-from partita.core.tensors import Tensors  # noqa: E402
-from partita.models import frozen_cache  # noqa: E402
+from partita.core.tensors import Tensors
+from partita.models import frozen_cache
 
 
 class KeptStates:
@@ -72,9 +72,7 @@ def main() -> None:
     study, asked = read_study(given.study), Asked(tuple(given.overrides), [given.arm])
     kept = KeptStates(given.states)
     kept.install()
-    runs = left_to_play(
-        study, plan(study, given.kind, asked, read_runs(study, "tune")), read_runs(study, given.kind)
-    )
+    runs = left_to_play(study, plan(study, given.kind, asked, read_runs(study, "tune")), read_runs(study, given.kind))
     with only_writer(study.file), tempfile.TemporaryDirectory() as work:
         for number, run in enumerate(runs, 1):
             line = play(run, Path(work), 1, None)

@@ -38,7 +38,9 @@ def layers_by_round(results: list[RoundResult]) -> list[set[tuple[int, ...]]]:
     """For each round, the different choices of its clients."""
     return [
         {
-            tuple(sorted({int(layer.removeprefix("layer.")) for name in names if (layer := layer_tag(MODEL.tags[name]))}))
+            tuple(
+                sorted({int(layer.removeprefix("layer.")) for name in names if (layer := layer_tag(MODEL.tags[name]))})
+            )
             for names in each.sent.values()
         }
         for each in results
@@ -100,7 +102,12 @@ def test_common_layers_of_the_whole_run_are_given_layers_bit_for_bit() -> None:
 
 def test_common_layers_hold_for_every_rounds_also_for_clients_that_join_later() -> None:
     found = layers_by_round(play_method(safl(k=1, select="random", common=True, every=4), 16))
-    assert [set.union(*found[start : start + 4]) for start in (0, 4, 8, 12)] == [found[0], found[4], found[8], found[12]]
+    assert [set.union(*found[start : start + 4]) for start in (0, 4, 8, 12)] == [
+        found[0],
+        found[4],
+        found[8],
+        found[12],
+    ]
     assert len({frozenset(choices) for choices in found}) > 1
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from partita.core.client import ClientState
 from partita.core.data import Batch, Population
 from partita.core.method import PrivacyRelease
-from partita.core.model import layer_tag
+from partita.core.model import TokenChoice, layer_tag
 from partita.core.rounds import initial_server
 from partita.core.settings import Run
 from partita.core.tensors import Tensors
@@ -42,7 +42,7 @@ class Asked(ToyTransformer):
     def __post_init__(self) -> None:
         super().__init__(width=4, layers=4)
 
-    def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
         self.asked["rankings"] += 1
         return super().attention(params, batch, tokens)
 

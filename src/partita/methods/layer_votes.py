@@ -50,8 +50,8 @@ class LayerVote(ClientRule):
     A vote is a vector with 1 for each of these layers, 0 for the others, and 1 for the ballot itself, divided by the
     client's number of examples. The server weights updates by that number, so each client counts once.
 
-    With `by = "scores"` the vector holds the scores of all layers, scaled to length 1, and the same 1 for the ballot. The
-    noise of private scores then averages out over clients.
+    With `by = "scores"` the vector holds the scores of all layers, scaled to length 1, and the same 1 for the ballot.
+    The noise of private scores then averages out over clients.
 
     The vector travels as a slot of the smallest parameter that has room for it. What a client sends has the same names
     and sizes whatever it votes for.

@@ -34,7 +34,7 @@ Select = Literal["attention", "gradient", "random", "static", "round-robin"]
 def safl(
     k: Count | PositiveShare = 0.33,
     select: Select = "attention",
-    tokens: str = "auto",
+    tokens: str | tuple[str, ...] = "auto",
     probe: Count | PositiveShare = 32,
     every: Count = 1,
     capacity: dict[str, Count | PositiveShare] | None = None,
@@ -52,7 +52,7 @@ def safl(
     Args:
         k: Layers per client, as a number or a fraction.
         select: How layers are ranked.
-        tokens: The tokens whose attention is measured.
+        tokens: The tokens whose attention is measured, or a list of words of the texts.
         probe: Examples used for the ranking, as a number or a fraction. With `noise` it must be a fraction: the
             probability with which each example is sampled.
         every: Rounds between two rankings. With `noise`, all clients rank in rounds 0, `every`, 2 `every` and so on.

@@ -12,7 +12,7 @@ from torch import Tensor
 from partita.core import tensors
 from partita.core.data import Batch, Examples
 from partita.core.method import ClientRule, Context, LayerSelection, MethodError, PrivacyRelease
-from partita.core.model import ATTENTION, input_side_names, layer_number, layer_tag, layer_tags
+from partita.core.model import ATTENTION, TokenChoice, input_side_names, layer_number, layer_tag, layer_tags
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.plan import NO_NAMES, Plan
 from partita.core.rng import Key
@@ -69,7 +69,7 @@ class Attention:
     direction of their noisy sum is used, because its length would reveal the size of the sample.
     """
 
-    tokens: str = "auto"
+    tokens: TokenChoice = "auto"
     probe: Count = 32
     noise: float = 0.0
     clip: float = 1.0
@@ -85,8 +85,9 @@ class Attention:
         mean = scores.mean(0)
         for informative, fault in ((mean > 0, "has a token of"), (mean < 1 - 1e-6, "has a token outside")):
             if not bool(informative.any()):
+                chosen = f"'{self.tokens}'" if isinstance(self.tokens, str) else list(self.tokens)
                 raise MethodError(
-                    f"none of the {len(scores)} examples in a client's probe {fault} method.tokens = '{self.tokens}', "
+                    f"none of the {len(scores)} examples in a client's probe {fault} method.tokens = {chosen}, "
                     "so all layers have the same score; increase method.probe or choose other tokens"
                 )
         heads = {layer: attention[layer].mean(0) for layer in layers}
@@ -181,8 +182,8 @@ class TopLayers(ClientRule):
 
     Without a release, a client ranks its layers when it has no choice, or one that is `every` rounds old. With one, the
     rounds in which it ranks must not depend on what it remembers, because each ranking is charged: they are 0,
-    `release_every`, 2 `release_every` and so on. In other rounds it uses its last choice. A client that has none, because
-    it joined later or lost its memory, trains layers spread evenly from the first to the last.
+    `release_every`, 2 `release_every` and so on. In other rounds it uses its last choice. A client that has none,
+    because it joined later or lost its memory, trains layers spread evenly from the first to the last.
     """
 
     select: Selector

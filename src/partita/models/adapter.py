@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from partita.core import tensors
 from partita.core.data import EXAMPLE_SEEDS, Batch
-from partita.core.model import HeadOutput, Model, Output, layer_tag
+from partita.core.model import HeadOutput, Model, Output, TokenChoice, layer_tag
 from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
@@ -151,7 +151,7 @@ class FunctionalModel(Model):
 
         return add_adapter(self, adapter_options({"kind": kind, **options}), key)
 
-    def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
         from partita.models.attention_scores import attention_to
 
         return attention_to(self, params, batch, tokens)

@@ -18,7 +18,7 @@ from torch import Tensor
 from partita.core.client import ClientState, begin_round
 from partita.core.data import Batch, Examples, Population
 from partita.core.method import ClientRule, PrivacyRelease, Server
-from partita.core.model import Model, layer_tags
+from partita.core.model import Model, TokenChoice, layer_tags
 from partita.core.rounds import make_job
 from partita.core.settings import Run
 from partita.privacy.evidence import Array, Check, chance_of_cosine
@@ -74,7 +74,7 @@ def _collect_scores(
     """Collect reported unit vectors, (choice, layer). Choices come from artificial clients, each with its own draws."""
     layers, boosted_layer = layer_tags(model), ""
 
-    def attention(params: object, batch: Batch, tokens: str) -> dict[str, Tensor]:
+    def attention(params: object, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
         zero = torch.zeros(len(batch.targets), 1)
         return {layer: zero + LARGE_FACTOR * (layer == boosted_layer) for layer in layers}
 

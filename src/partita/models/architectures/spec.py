@@ -16,7 +16,9 @@ ROLES = ("query", "key", "value", "output", "mlp", "norm", "embedding", "head") 
 
 TagRule = tuple[str, ...]  # pattern of the full parameter name, role, further tags
 Forward = Callable[[Any, Tensors], Output]
-Pooling = Literal["model", "mean"]  # what the head of a text encoder reads: as in transformers, or the mean of all tokens
+Pooling = Literal[
+    "model", "mean"
+]  # what the head of a text encoder reads: as in transformers, or the mean of all tokens
 
 
 @dataclass(frozen=True)
