@@ -139,28 +139,17 @@ def wordpiece() -> Any:
 
 
 def byte_level() -> Any:
-    text = "eye eyelid heart disease diseases pain Heart of the in"
-    letters = sorted({*text.replace(" ", ""), "\u0120"})
+    letters = sorted(ByteLevel.alphabet())
     merges = []
-    for word in (
-        "eye",
-        "lid",
-        "heart",
-        "disease",
-        "pain",
-        "Heart",
-        "\u0120eye",
-        "\u0120heart",
-        "\u0120disease",
-        "\u0120Heart",
-    ):
+    marked = ["\u0120eye", "\u0120heart", "\u0120disease", "\u0120Heart"]
+    for word in (*marked, "eye", "lid", "heart", "disease", "pain", "Heart"):  # earlier merges go first
         for end in range(2, len(word) + 1):
             if (word[: end - 1], word[end - 1]) not in merges:
                 merges.append((word[: end - 1], word[end - 1]))
     vocabulary = {token: place for place, token in enumerate(dict.fromkeys([*letters, *("".join(m) for m in merges)]))}
     built = Tokenizer(BPE(vocabulary, merges))
     built.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(tokenizer_object=built, pad_token="a")
+    return PreTrainedTokenizerFast(tokenizer_object=built)
 
 
 def found_words(tokenizer: Any, text: str, words: tuple[str, ...]) -> str:
