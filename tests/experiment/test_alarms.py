@@ -12,7 +12,7 @@ from helpers import Clients, play, toy_run
 from torch import Tensor
 
 from partita.core.data import Batch
-from partita.core.model import layer_tags
+from partita.core.model import TokenChoice, layer_tags
 from partita.core.tensors import Tensors
 from partita.evaluation import Evaluation
 from partita.experiment.alarms import (
@@ -40,7 +40,7 @@ class ModelWithScores(ToyTransformer):
         super().__init__(width=4, layers=6)
         self.score = score
 
-    def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
         scores = {layer: self.score(number, batch) for number, layer in enumerate(layer_tags(self))}
         return {layer: torch.full((len(batch.targets), 1), score) for layer, score in scores.items()}
 

@@ -196,6 +196,82 @@ def test_lost_clients_do_not_vote() -> None:
     assert layers_of(results[1].sent["b"]) == set(AgreedLayers(1).signal(alone[0].server))
 
 
+# ---- scores instead of votes
+
+
+@pytest.mark.parametrize("options", [{"k": 1.0}, {"k": 1.0, "every": 2}, {"k": 3, "select": "gradient"}])
+def test_scores_of_all_layers_are_fedavg_bit_for_bit(options: dict[str, Any]) -> None:
+    ours = play_method(safl(embeddings=True, agree="scores", **options))
+    assert tensors.equal(final_params(ours), final_params(play_method(fedavg())))
+
+
+@pytest.mark.parametrize("select", ["attention", "gradient"])
+def test_scores_of_one_client_choose_as_its_vote_does(select: Any) -> None:
+    clients = Clients(a=9)
+    votes, scores = (play_method(safl(2, select, probe=1.0, agree=agree), 4, clients) for agree in ("votes", "scores"))
+    assert [each.sent for each in votes] == [each.sent for each in scores]
+    assert tensors.equal(final_params(votes), final_params(scores))
+
+
+def test_scores_add_up_to_the_sum_of_unit_vectors_whatever_the_size_of_a_client() -> None:
+    run = toy_run(safl(k=1, agree="scores", probe=1.0), 2)
+    expected = torch.zeros(3, dtype=torch.float64)
+    sent = []
+    for client in FOUR.clients:
+        job, _ = make_job(run, MODEL, initial_server(run, MODEL), 0, client)
+        each = begin_round(run, MODEL, job, ClientState(), FOUR[client].train)
+        everything = torch.arange(SIZES[client])
+        attention = MODEL.attention(MODEL.initial, FOUR[client].train.take(everything), "auto")
+        scores = torch.stack([attention[layer].mean().double() for layer in LAYERS])
+        expected += scores / scores.norm()
+        [rule] = run.method.client_rules
+        slots, _ = rule.finish(each.ctx.anchor, {}, each.ctx)
+        sent.append(Update(client, {}, slots, float(SIZES[client]), {}, None))
+    [counted] = average(sent).slots[VOTES].values()
+    mean = counted.flatten()[:3].double() / counted.flatten()[3]
+    assert torch.allclose(mean, expected / 4, atol=1e-5)
+    best = LAYERS[int(expected.argmax())]
+    assert elect(LAYERS, counted.flatten(), 1) == [best]
+
+
+def test_noise_of_scores_averages_out_over_clients() -> None:
+    """The direction of a noisy sum is, in the mean, that of the sum: by symmetry around it."""
+    method = safl(k=1, noise=4.0, probe=1.0, agree="scores")
+    run = toy_run(method, 1)
+    attention = MODEL.attention(MODEL.initial, FOUR["d"].train.take(torch.arange(8)), "auto")
+    truth = torch.stack([attention[layer].mean(1).double().sum() for layer in LAYERS])
+    sent = []
+    for number in range(1000):
+        job, _ = make_job(run, MODEL, initial_server(run, MODEL), 0, "d")
+        each = begin_round(run, MODEL, replace(job, client=f"d{number}"), ClientState(), FOUR["d"].train)
+        sent.append(each.ctx.notes[VOTES][BALLOT][:3] * 8)
+
+    def error(vectors: torch.Tensor) -> float:
+        mean = vectors.mean(0)
+        return float((mean / mean.norm() - truth / truth.norm()).norm())
+
+    rows = torch.stack(sent)
+    single = sum(error(row[None]) for row in rows) / 1000
+    tenth = sum(error(part) for part in rows.split(100)) / 10
+    assert single > 0.5
+    assert tenth < 0.35 * single
+    assert error(rows) < 0.12
+
+
+def test_noisy_scores_are_sent_as_they_would_be_reported() -> None:
+    method = safl(k=1, noise=2.0, probe=0.5, agree="scores")
+    run = toy_run(method, 2)
+    job, _ = make_job(run, MODEL, initial_server(run, MODEL), 0, "a")
+    each = begin_round(run, MODEL, job, ClientState(), FOUR["a"].train)
+    sent = each.ctx.notes[VOTES][BALLOT] * SIZES["a"]
+    [rule] = method.client_rules
+    assert isinstance(rule, LayerVote)
+    key = run.key / "round" / 0 / "client" / "a" / "start" / 0
+    scores = rule.select.rank(LAYERS, 1, FOUR["a"].train, each.ctx, key).scores
+    assert sent.tolist() == pytest.approx([*scores.values(), 1.0], abs=1e-12)
+    assert each.metrics == {}
+
+
 # ---- privacy
 
 

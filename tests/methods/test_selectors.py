@@ -13,7 +13,7 @@ from torch import Tensor
 
 from partita.core.data import Batch, Examples
 from partita.core.method import Context, LayerSelection, MethodError
-from partita.core.model import ATTENTION, layer_tag
+from partita.core.model import ATTENTION, TokenChoice, layer_tag
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.plan import Plan, RoundInfo, plan_for, share_everything
 from partita.core.rng import Key
@@ -126,7 +126,7 @@ class ModelWithConstantAttention(ToyTransformer):
 
     attention_score = 0.0
 
-    def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
         return {layer: torch.full((len(batch.targets), 1), self.attention_score) for layer in LAYERS}
 
 
@@ -144,7 +144,7 @@ def test_probe_without_usable_tokens_is_refused_unless_noisy(attention_score: fl
 
 def test_layer_without_an_attention_score_is_refused() -> None:
     class Short(ToyTransformer):
-        def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+        def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
             return {
                 layer: score for layer, score in super().attention(params, batch, tokens).items() if layer != LAYERS[2]
             }
@@ -329,7 +329,7 @@ class AttentionCountingModel(ToyTransformer):
     def __post_init__(self) -> None:
         super().__init__(width=4, layers=4)
 
-    def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
         self.asked.append(len(batch.targets))
         return super().attention(params, batch, tokens)
 

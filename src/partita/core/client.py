@@ -191,6 +191,7 @@ def begin_round(
         run.lr(job.round),
         notes={},
         round_info=round_info_of(run, job),
+        shared_key=run.key / "shared",
     )
     notes: dict[str, Tensors] = {}
     metrics: dict[str, float] = {}
@@ -203,7 +204,7 @@ def begin_round(
             metrics |= choice.metrics
     ctx = replace(ctx, plan=plan, notes=notes)
     start, started = _start_values(run, ctx, examples, key) if trains else ({}, {})
-    ctx = replace(ctx, notes={**notes, **started})
+    ctx = replace(ctx, notes={**notes, **started}, shared_key=None)
     dp_settings = run.method.privacy
     poisson = dp_settings is not None and dp_settings.sampling == "poisson"
     if dp_settings is not None and dp_settings.groups and len(examples):

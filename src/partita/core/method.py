@@ -70,6 +70,8 @@ class Context:
             MethodError.
         optimizer: The optimizer state by slot after training, for `finish`, if a rule overrides `optimizer_state`. It
             is empty in dry runs and in the server's check of updates, and can lack names.
+        shared_key: A random key that all clients of the run have in all rounds, for `narrow` and `start`. It is no
+            secret: anyone who knows the config can compute it. None in all other hooks.
     """
 
     model: Model
@@ -83,6 +85,7 @@ class Context:
     notes: Slots = field(default_factory=lambda: cast(Slots, UnavailableInSteps("notes")))
     round_info: RoundInfo = field(default_factory=lambda: cast(RoundInfo, UnavailableInSteps("round_info")))
     optimizer: Slots = field(default_factory=dict)
+    shared_key: Key | None = None
 
 
 class UnavailableInSteps:

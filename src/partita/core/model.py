@@ -19,6 +19,8 @@ from partita.core.tensors import Names, Tensors, upcast
 ATTENTION = "attention"  # the note that holds, by layer, a client's attention scores (head,) for the selected tokens
 # Tags of the two towers of a vision-language model, and of the two stacks of a sequence-to-sequence model.
 TOWERS = frozenset({"vision", "text", "encoder", "decoder"})
+# Which tokens attention is measured on: a word such as "cls", or a list of words of the language.
+TokenChoice = str | tuple[str, ...]
 ADAPTERS = frozenset({"lora", "lokr", "hra", "miss", "ia3"})  # tags of an adapter's parameters, by its kind
 
 
@@ -192,15 +194,16 @@ class Model:
         """
         raise TagError(f"{self.name} does not support low-rank factors; use a Hugging Face model")
 
-    def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
         """Return attention scores by layer tag, each of shape (example, head).
 
-        A score is the share of its attention, from 0 to 1, that a token gives to the tokens selected by `tokens`.
+        A score is the share of its attention, from 0 to 1, that a token gives to the tokens selected by `tokens`. For
+        "pooled" it says how concentrated the attention of the token is that the head reads, from 0 to 1.
 
         Args:
             params: All parameters in `initial`.
             batch: The batch to score.
-            tokens: Which tokens to measure the attention to.
+            tokens: Which tokens to measure: a word such as "cls", or a list of words of the text.
 
         Raises:
             TagError: If the model cannot report its attention.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.data import Batch
-from partita.core.model import TOWERS, Model, Output, TagError, layer_tag
+from partita.core.model import TOWERS, Model, Output, TagError, TokenChoice, layer_tag
 from partita.core.plan import Phase, Plan, PlanError, Planner, RoundInfo, share_everything
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
@@ -98,7 +98,7 @@ class PersonalCopyModel(Model):
         copies = {copy: self.base.initial[name] for name in self.base.initial if (copy := copy_name(name)) in moved}
         self.initial.update({**self.base.initial, **moved, **copies})
 
-    def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
         return self.base.attention(self.shared(params), batch, tokens)
 
     def generate(self, params: Tensors, inputs: Tensors, max_new_tokens: int) -> list[str]:

@@ -112,6 +112,11 @@ def form_of(recorded: RecordedModel, merge: bool = False) -> Form:
         ExportError: If the model cannot be exported, or not like this.
     """
     model, config = _plain(recorded.experiment.model, {})[0], recorded.experiment.config
+    if isinstance(model, FunctionalModel) and model.only_here:
+        raise ExportError(
+            f"{recorded.folder} cannot be exported: {model.only_here}; predict with 'partita predict', or train with "
+            "model.pooling = 'model'"
+        )
     if merge and not isinstance(model, AdaptedModel) and not has_prompts(model):
         raise ExportError(
             f"{recorded.folder} trained neither an adapter nor prompts, so there is nothing to merge; leave --merge out"

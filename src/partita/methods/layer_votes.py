@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from partita.core.plan import NO_NAMES, Plan, RoundInfo, share, share_everything
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, Tensors
 from partita.core.update import Aggregate
-from partita.methods.selectors import Count, Selector, resolve_count
-
-T = TypeVar("T")
+from partita.methods.selectors import Count, Selector, resolve_count, spread_evenly
 
 VOTES, BALLOT = "layer_votes", "ballot"  # the slot that travels, and the note that fills it
 AGREED = "agreed_layers"  # the server's state: 1 for each layer that trains, 0 for the others
@@ -52,6 +50,9 @@ class LayerVote(ClientRule):
     A vote is a vector with 1 for each of these layers, 0 for the others, and 1 for the ballot itself, divided by the
     client's number of examples. The server weights updates by that number, so each client counts once.
 
+    With `by = "scores"` the vector holds the scores of all layers, scaled to length 1, and the same 1 for the ballot.
+    The noise of private scores then averages out over clients.
+
     The vector travels as a slot of the smallest parameter that has room for it. What a client sends has the same names
     and sizes whatever it votes for.
     """
@@ -62,6 +63,7 @@ class LayerVote(ClientRule):
     slots: Names = frozenset({VOTES})
     uses_data: bool = True
     release: PrivacyRelease | None = None
+    by: Literal["votes", "scores"] = "votes"
 
     def start(self, params: Tensors, examples: Examples, ctx: Context, key: Key) -> tuple[Tensors, Slots]:
         layers = layer_tags(ctx.model)
@@ -72,6 +74,9 @@ class LayerVote(ClientRule):
         ranking = self.select.rank(layers, count, examples, whole, key)
         best = sorted(layers, key=lambda layer: -ranking.scores[layer])[:count]
         vote = torch.tensor([*(float(layer in best) for layer in layers), 1.0], dtype=torch.float64)
+        if self.by == "scores":
+            scores = torch.tensor([ranking.scores[layer] for layer in layers], dtype=torch.float64)
+            vote[:-1] = scores / scores.norm().clamp(min=1e-12)
         return {}, {VOTES: {BALLOT: vote / len(examples)}, ATTENTION: ranking.heads}
 
     def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
@@ -110,11 +115,11 @@ class AgreedLayers(ServerRule):
 
 
 def elect(layers: Sequence[str], counted: Tensor, count: int) -> list[str]:
-    """Return the layers with most votes. Of layers with equally many, those nearer to the input come first.
+    """Return the layers with most votes or the highest scores. Of equal ones, those nearer to the input come first.
 
     Args:
         layers: The layers, from the input to the output.
-        counted: The sum or mean of votes, in the order of `layers`, and of the ballots after that.
+        counted: The sum or mean of votes or scores, in the order of `layers`, and of the ballots after that.
         count: How many layers to elect.
 
     Returns:
@@ -140,9 +145,3 @@ def carrier_of(model: Model, names: Names, length: int) -> str:
         f"method.agree sends votes of {length} numbers in the shape of a trained parameter, and no such parameter of "
         f"{model.name} has that many; train more of the model, or leave method.agree out"
     )
-
-
-def spread_evenly(items: Sequence[T], count: int) -> list[T]:
-    """Return `count` items, evenly spread from the first to the last."""
-    last = len(items) - 1
-    return [items[round(place * last / max(1, count - 1))] for place in range(count)]

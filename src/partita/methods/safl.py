@@ -10,7 +10,7 @@ from typing import Literal
 from partita.core.averaging import average
 from partita.core.method import Method, MethodError, PrivacyRelease, Server, ServerRule
 from partita.core.model import Model, layer_tags
-from partita.core.options import Count, NotNegative, Positive, PositiveShare
+from partita.core.options import Count, NotNegative, Positive, PositiveShare, Whole
 from partita.core.plan import NO_NAMES, Plan, RoundInfo, share
 from partita.core.tensors import Names
 from partita.core.update import Aggregate, Update
@@ -34,7 +34,7 @@ Select = Literal["attention", "gradient", "random", "static", "round-robin"]
 def safl(
     k: Count | PositiveShare = 0.33,
     select: Select = "attention",
-    tokens: str = "auto",
+    tokens: str | tuple[str, ...] = "auto",
     probe: Count | PositiveShare = 32,
     every: Count = 1,
     capacity: dict[str, Count | PositiveShare] | None = None,
@@ -43,17 +43,19 @@ def safl(
     average_over: Literal["senders", "cohort"] = "senders",
     noise: NotNegative = 0.0,
     clip: Positive = 1.0,
-    agree: bool = False,
+    agree: bool | Literal["votes", "scores"] = False,
+    common: bool = False,
+    layers: tuple[Whole, ...] | None = None,
 ) -> Method:
     """Build SAFL.
 
     Args:
         k: Layers per client, as a number or a fraction.
         select: How layers are ranked.
-        tokens: The tokens whose attention is measured.
+        tokens: The tokens whose attention is measured, or a list of words of the texts.
         probe: Examples used for the ranking, as a number or a fraction. With `noise` it must be a fraction: the
             probability with which each example is sampled.
-        every: Rounds between two rankings.
+        every: Rounds between two rankings. With `noise`, all clients rank in rounds 0, `every`, 2 `every` and so on.
         capacity: Replaces `k` for single clients.
         depth: Number of layers of single clients. They hold that many layers, spread evenly from first to last, and
             run the model without the others.
@@ -63,10 +65,14 @@ def safl(
             private.
         clip: L2 norm to which each example's scores are clipped.
         agree: Clients vote on layers, and all clients train and send the layers with most votes in the round before.
+            True is "votes". With "scores" they send the scores of all layers instead.
+        common: With select = "random", draw the same layers for all clients of a round.
+        layers: With select = "static", numbers of the layers to train, which replace `k`. Default: the topmost.
 
     Raises:
         MethodError: If an option is out of range, if `noise` is set without attention scores or without a fraction as
-            `probe`, or if `agree` is set with an option that lets clients differ.
+            `probe`, if `agree` is set with an option that lets clients differ, or if `common` or `layers` is set for
+            another `select`.
     """
     for count in (k, *(capacity or {}).values()):
         resolve_count(count, 1)
@@ -84,11 +90,12 @@ def safl(
             f"method.probe is {probe} examples, but with noise each example is sampled independently; give a fraction "
             "such as 0.1"
         )
+    k = _check_fixed(k, select, common, layers, capacity)
     selectors: dict[Select, Selector] = {
         "attention": Attention(tokens, probe, noise, clip),
         "gradient": Gradient(probe),
-        "random": Random(),
-        "static": Static(),
+        "random": Random(common, every if common else 1),
+        "static": Static(layers or ()),
         "round-robin": RoundRobin(),
     }
     release = PrivacyRelease("layer choice", noise, float(probe)) if noise else None
@@ -97,23 +104,27 @@ def safl(
         return Method(
             "safl",
             plan=AgreedPlan(k, embeddings).plan,
-            client_rules=(LayerVote(selectors[select], k, every, release=release),),
+            client_rules=(
+                LayerVote(selectors[select], k, every, release=release, by="scores" if agree == "scores" else "votes"),
+            ),
             server_rule=AgreedLayers(k),
         )
-    layers = TopLayers(
+    kept = 1 if common else every  # a common draw is a function of the round, so nothing is remembered
+    rule = TopLayers(
         selectors[select],
         k,
         tuple(sorted((capacity or {}).items())),
         embeddings,
-        every,
-        slots=frozenset({ROUND, HEADS} if every > 1 else ()),
+        kept,
+        slots=frozenset({ROUND, HEADS} if kept > 1 else ()),
         uses_data=select in ("attention", "gradient"),
         release=release,
+        release_every=every if noise else 1,
     )
     named = frozenset({*(capacity or {}), *(depth or {})})
     method = Method(
         "safl",
-        client_rules=(layers,),
+        client_rules=(rule,),
         server_rule=CohortMean() if average_over == "cohort" else ServerRule(),
         clients=named,
     )
@@ -121,6 +132,23 @@ def safl(
         return method
     depth_plan = DepthPlan(tuple(sorted(depth.items())))
     return replace(method, plan=depth_plan.plan, shape=depth_plan.shape)
+
+
+def _check_fixed(
+    k: int | float, select: Select, common: bool, layers: tuple[int, ...] | None, capacity: object
+) -> int | float:
+    """Check `common` and `layers`, and return the number of layers to train."""
+    if common and select != "random":
+        raise MethodError(f"method.common is about layers drawn at random, but select = '{select}'; leave it out")
+    if layers is None:
+        return k
+    if select != "static":
+        raise MethodError(f"method.layers is for select = 'static', not '{select}'; leave one of them out")
+    if not layers or len(set(layers)) < len(layers) or min(layers) < 0:
+        raise MethodError(f"method.layers is {list(layers)}; give different numbers of layers, from 0 up")
+    if capacity:
+        raise MethodError("method.layers names the layers of all clients, but method.capacity does not; leave one out")
+    return len(layers)
 
 
 def _check_agreement(select: Select, capacity: object, depth: object, average_over: str) -> None:

@@ -1,10 +1,10 @@
-"""Choose the layers that a client trains: by attention, by gradients, at random, in turn, or always the topmost."""
+"""Choose the layers that a client trains: by attention, by gradients, at random, in turn, or always the same."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from partita.core import tensors
 from partita.core.data import Batch, Examples
 from partita.core.method import ClientRule, Context, LayerSelection, MethodError, PrivacyRelease
-from partita.core.model import ATTENTION, input_side_names, layer_number, layer_tag, layer_tags
+from partita.core.model import ATTENTION, TokenChoice, input_side_names, layer_number, layer_tag, layer_tags
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.plan import NO_NAMES, Plan
 from partita.core.rng import Key
@@ -22,6 +22,7 @@ PROBE_BATCH = 64  # examples per forward pass
 ROUND, HEADS = "layers_round", "layers_heads"  # slots in which a client stores a choice for later rounds
 
 Count = int | float  # a number, or a fraction of the total
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Attention:
     direction of their noisy sum is used, because its length would reveal the size of the sample.
     """
 
-    tokens: str = "auto"
+    tokens: TokenChoice = "auto"
     probe: Count = 32
     noise: float = 0.0
     clip: float = 1.0
@@ -84,8 +85,9 @@ class Attention:
         mean = scores.mean(0)
         for informative, fault in ((mean > 0, "has a token of"), (mean < 1 - 1e-6, "has a token outside")):
             if not bool(informative.any()):
+                chosen = f"'{self.tokens}'" if isinstance(self.tokens, str) else list(self.tokens)
                 raise MethodError(
-                    f"none of the {len(scores)} examples in a client's probe {fault} method.tokens = '{self.tokens}', "
+                    f"none of the {len(scores)} examples in a client's probe {fault} method.tokens = {chosen}, "
                     "so all layers have the same score; increase method.probe or choose other tokens"
                 )
         heads = {layer: attention[layer].mean(0) for layer in layers}
@@ -126,22 +128,39 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Random:
-    """Rank at random, with a new draw for each client and round."""
+    """Rank at random, with a new draw for each client and round.
 
+    With `common`, the draw is the same for all clients, and holds for `every` rounds from rounds 0, `every`, 2 `every`
+    and so on.
+    """
+
+    common: bool = False
+    every: int = 1
     name: str = "random"
 
     def rank(self, layers: Sequence[str], count: int, examples: Examples, ctx: Context, key: Key) -> Ranking:
+        if self.common:
+            assert ctx.shared_key is not None
+            key = ctx.shared_key / "layers" / (ctx.round_info.round // self.every)
         return Ranking({layer: (key / layer).uniform() for layer in layers})
 
 
 @dataclass(frozen=True)
 class Static:
-    """Rank the topmost layers first, in every round."""
+    """Rank the same layers first in every round: the given ones, or the topmost."""
 
+    layers: tuple[int, ...] = ()  # numbers of layers; empty for the topmost
     name: str = "static"
 
     def rank(self, layers: Sequence[str], count: int, examples: Examples, ctx: Context, key: Key) -> Ranking:
-        return Ranking({layer: place for place, layer in enumerate(layers)})
+        known = layer_tags(ctx.model)
+        if wrong := [number for number in self.layers if f"layer.{number}" not in known]:
+            raise MethodError(
+                f"method.layers names layer {wrong[0]}, but {ctx.model.name} has {len(known)}, from 0 to "
+                f"{len(known) - 1}"
+            )
+        first = {f"layer.{number}" for number in self.layers}
+        return Ranking({layer: place + len(layers) * (layer in first) for place, layer in enumerate(layers)})
 
 
 @dataclass(frozen=True)
@@ -160,6 +179,11 @@ class TopLayers(ClientRule):
     """Train and send the layers that rank highest on this client, and always the parameters after the last layer.
 
     Only layers that the incoming plan trains are candidates.
+
+    Without a release, a client ranks its layers when it has no choice, or one that is `every` rounds old. With one, the
+    rounds in which it ranks must not depend on what it remembers, because each ranking is charged: they are 0,
+    `release_every`, 2 `release_every` and so on. In other rounds it uses its last choice. A client that has none,
+    because it joined later or lost its memory, trains layers spread evenly from the first to the last.
     """
 
     select: Selector
@@ -170,6 +194,7 @@ class TopLayers(ClientRule):
     slots: Names = NO_NAMES
     uses_data: bool = False
     release: PrivacyRelease | None = None
+    release_every: int = 1
 
     def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
         round, client = ctx.round_info.round, ctx.round_info.client
@@ -182,8 +207,11 @@ class TopLayers(ClientRule):
             return LayerSelection(always)
         layers = sorted(inside, key=layer_number)
         chosen, made, metrics, heads = self._remembered(layers, round, ctx)
+        count = resolve_count(dict(self.capacity).get(client, self.k), len(layer_tags(ctx.model)))
+        if not chosen and round % self.release_every:
+            others = spread_evenly(layers, min(count, len(layers)))
+            return LayerSelection(always.union(*(inside[layer] for layer in others)))
         if not chosen:
-            count = resolve_count(dict(self.capacity).get(client, self.k), len(layer_tags(ctx.model)))
             ranking = self.select.rank(layers, count, probe, ctx, key)
             chosen, made, heads = (
                 sorted(layers, key=lambda layer: -ranking.scores[layer])[:count],
@@ -213,7 +241,8 @@ class TopLayers(ClientRule):
             name: int(value) for name, value in ctx.memory.get(ROUND, {}).items() if layer_tag(tags[name]) in layers
         }
         last = max(made.values(), default=-self.every)
-        if round - last >= self.every:
+        due = round % self.release_every == 0 if self.release_every > 1 else round - last >= self.every
+        if due or not made:
             return [], round, {}, {}
         names = [name for name, when in made.items() if when == last]
         known = ctx.memory.get(HEADS, {})
@@ -232,6 +261,12 @@ def resolve_count(count: Count, layers: int) -> int:
             f"method.k is {count}; give a number of layers from 1 up, or a fraction above 0.0 and up to 1.0"
         )
     return min(layers, max(1, round(count * layers) if isinstance(count, float) else count))
+
+
+def spread_evenly(items: Sequence[T], count: int) -> list[T]:
+    """Return `count` items, evenly spread from the first to the last."""
+    last = len(items) - 1
+    return [items[round(place * last / max(1, count - 1))] for place in range(count)]
 
 
 def sample(examples: int, probe: Count, key: Key) -> Tensor:

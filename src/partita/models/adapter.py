@@ -16,13 +16,13 @@ from transformers.utils import logging
 
 from partita.core import tensors
 from partita.core.data import EXAMPLE_SEEDS, Batch
-from partita.core.model import HeadOutput, Model, Output, layer_tag
+from partita.core.model import HeadOutput, Model, Output, TokenChoice, layer_tag
 from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
 from partita.core.torch_private import own_parameters
 from partita.models import ModelError, attention, split_qkv
-from partita.models.architectures import architecture, forward_of, is_known, tags_of
+from partita.models.architectures import Pooling, architecture, forward_of, is_known, tags_of
 from partita.models.dropout import DropoutDraws, use_keyed_dropout
 from partita.models.layer_forward import layer_forwards, use_layer_forward
 from partita.models.quantization import Mode, dequantized, quantizable, quantize_frozen, warn_of_trained
@@ -31,6 +31,7 @@ from partita.tasks import IMAGE, TEXT, TaskKind
 from partita.tasks.chunked_loss import linear_cross_entropy
 from partita.tasks.losses import CLASS_LOSSES, class_losses, token_cross_entropy
 
+MEAN_POOLING = "its head reads the mean of all tokens (model.pooling), but transformers' reads one token"
 BASE, ALL = "base", "all"  # words of `frozen`: everything but the head, and everything
 MANY_LAYERS = 12  # up to this many, compiling the whole model takes about a minute
 ParameterSlot = tuple[dict[str, Any], str]  # the `_parameters` dict of a submodule, and a name in it
@@ -56,6 +57,7 @@ class FunctionalModel(Model):
         dtype: If set, the dtype of the forward pass. Trainable parameters stay in float32 and are cast in each call.
         processor: Tokenizer or image processor of transformers, saved with the model.
         draws: What the dropout layers of the module draw from; None if it has none.
+        only_here: Why transformers would run the saved module in another way; empty if it would not.
     """
 
     name: str
@@ -70,6 +72,7 @@ class FunctionalModel(Model):
     dtype: torch.dtype | None = field(default=None, kw_only=True)
     processor: Any = field(default=None, kw_only=True)
     draws: DropoutDraws | None = field(default=None, kw_only=True)
+    only_here: str = field(default="", kw_only=True)
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         inputs = {**inputs, **self.fixed}
@@ -148,7 +151,7 @@ class FunctionalModel(Model):
 
         return add_adapter(self, adapter_options({"kind": kind, **options}), key)
 
-    def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
         from partita.models.attention_scores import attention_to
 
         return attention_to(self, params, batch, tokens)
@@ -174,7 +177,12 @@ class FunctionalModel(Model):
         return head_dimensions(self)
 
     def save_pretrained(self, params: Tensors, folder: str | Path) -> None:
-        """Write a plain transformers folder, which loads without partita: the model and its tokenizer or processor."""
+        """Write a plain transformers folder, which loads without partita: the model and its tokenizer or processor.
+
+        Raises:
+            ModelError: If transformers would run the module in another way.
+        """
+        self.check_saves()
         with self._installed(params), without_logs():
             state = dequantized(self.module, self.module.state_dict(), self.dtype or torch.float32)
             self.module.save_pretrained(folder, state_dict=split_qkv.join(self.module, state))
@@ -182,6 +190,11 @@ class FunctionalModel(Model):
             self.module.config.dtype = self.dtype
             self.module.config.save_pretrained(folder)
         self.save_processor(folder)
+
+    def check_saves(self) -> None:
+        """Raise a ModelError if transformers would run the saved module in another way."""
+        if self.only_here:
+            raise ModelError(f"{self.name} cannot be written as a folder of transformers: {self.only_here}")
 
     def save_processor(self, folder: str | Path) -> None:
         """Write the tokenizer or the image processor, if the task has one. `transformers.pipeline` needs it."""
@@ -219,6 +232,7 @@ def from_module(
     quantize: Mode | None = None,
     checkpointing: bool = False,
     processor: Any = None,
+    pooling: Pooling = "model",
 ) -> FunctionalModel:
     """Convert a transformers module to a FunctionalModel.
 
@@ -235,14 +249,18 @@ def from_module(
         quantize: If set, the format of frozen linear weights.
         checkpointing: Whether to recompute activations in the backward pass.
         processor: Tokenizer or image processor, saved with the model.
+        pooling: What the head of a text encoder reads: what it reads in transformers, or the mean of all tokens.
 
     Raises:
-        ModelError: If the architecture does not support the kind, or `frozen` matches no parameter or all parameters.
+        ModelError: If the architecture does not support the kind or the pooling, or `frozen` matches no parameter or
+            all parameters.
     """
     model_type = str(module.config.model_type)
     if kind is None:
         kind = IMAGE if module.main_input_name == "pixel_values" else TEXT
-    forward = forward_of(model_type, kind.head)
+    forward = forward_of(model_type, kind.head, pooling)
+    if pooling == "mean" and getattr(module.base_model, "pooler", None) is not None:
+        module.base_model.pooler = None  # nothing reads it
     split_qkv.split(module)
     # Every random draw must come from a key, but torch's dropout draws from global state. So the module stays in eval
     # mode, and its dropout is replaced (decision 0018).
@@ -290,6 +308,7 @@ def from_module(
         dtype=dtype,
         processor=processor,
         draws=draws,
+        only_here="" if pooling == "model" else MEAN_POOLING,
     )
 
 

@@ -81,7 +81,7 @@ def _one_block(
     if mask is not None and mask.requires_grad:  # a bias that trains: not every fused kernel has its gradient
         return _unfused(query, key, value, mask, scale, causal)
     if mask is not None:  # no fused CUDA kernel supports both a mask and grouped-query attention
-        key, value = _for_each_head(query, key, value)
+        key, value = for_each_head(query, key, value)
     grouped = bool(query.shape[1] != key.shape[1])
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
@@ -124,7 +124,7 @@ register_vmap("partita::attention", _fold_clients)
 _attend: Callable[..., Tensor] = torch.ops.partita.attention.default
 
 
-def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat key and value heads so that each query head has its own."""
     group_size = query.shape[1] // key.shape[1]
     if group_size == 1:
@@ -145,7 +145,7 @@ def _unfused(
     factors: Tensor | None = None,
 ) -> Tensor:
     """`scaled_dot_product` as matrix products. The probabilities are multiplied by `factors`, if given."""
-    key, value = _for_each_head(query, key, value)
+    key, value = for_each_head(query, key, value)
     if causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if padding := -key.shape[2] % ALIGNMENT.get(query.device.type, 1):
@@ -153,6 +153,28 @@ def _unfused(
         mask = functional.pad(full_mask, (0, padding), value=False if full_mask.dtype == torch.bool else -torch.inf)
         key, value = (functional.pad(part, (0, 0, 0, padding)) for part in (key, value))
         factors = None if factors is None else functional.pad(factors, (0, padding))
+    found = probabilities(query, key, mask, scale, softcap, sinks)
+    return (found if factors is None else found * factors) @ value
+
+
+def probabilities(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute softmax(query keyᵀ · scale), (example, head, query, key).
+
+    Args:
+        query: (example, head, query, width).
+        key: (example, head, key, width), with as many heads as the query.
+        mask: Boolean, true where a token attends; or a float mask that is added to the scores.
+        scale: Factor of the scores. Default: 1 / sqrt(width).
+        softcap: As in `scaled_dot_product`.
+        sinks: As in `scaled_dot_product`.
+    """
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
@@ -163,10 +185,8 @@ def _unfused(
         scores = scores + mask
     if sinks is not None:
         column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores)
-        probabilities = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-    else:
-        probabilities = scores.softmax(-1)
-    return (probabilities if factors is None else probabilities * factors) @ value
+        return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    return scores.softmax(-1)
 
 
 def _add_bias(bias: Tensor, mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor:

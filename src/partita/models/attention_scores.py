@@ -2,6 +2,14 @@
 
     score of layer l, head h = mean over tokens i of  sum over tokens j in T of  attention[l, h, i, j]
 
+With tokens = "pooled", the score says how concentrated the attention of the one token is that the head reads. With
+b the attention of that token to the n content tokens, scaled to a sum of 1:
+
+    score of layer l, head h = 1 - entropy(b) / log n
+
+The rows of attention sum to 1, so the attention to all content tokens is what the first token, an attention sink,
+leaves. Scaling b to a sum of 1 removes the sink from the score.
+
 The indicator of T is appended to the values as one more column. The fused kernel then returns the inner sum for every
 token i, in memory linear in the number of tokens. The mean over an example's heads and unmasked tokens is the published
 sum over both, divided by heads x tokens: padding and sequence length do not change the score.
@@ -19,19 +27,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from partita.core.data import IGNORE_INDEX, Batch
-from partita.core.model import TagError, layer_number, layer_tag, role_tag
+from partita.core.model import TagError, TokenChoice, layer_number, layer_tag, role_tag
 from partita.core.options import closest_match
 from partita.core.tensors import Tensors
 from partita.models import ModelError
 from partita.models import attention as partita_attention
 from partita.models.adapter import FunctionalModel
 from partita.models.architectures import architecture, is_known
-from partita.models.attention import attention_hook, scaled_dot_product
+from partita.models.attention import attention_hook, for_each_head, probabilities, scaled_dot_product
+from partita.models.label_words import label_words, matching_tokens, word_tokens
 
 ATTENTION_MASK = "attention_mask"
 CROSS_ATTENTION = r"(?i)encdec|encoder_attn|crossattention|cross_attn"
 KERNEL_WIDTH = 8  # fused kernels need widths that are a multiple of 8
-TOKENS = ("auto", "cls", "entities", "content", "salient")
+TOKENS = ("auto", "cls", "entities", "content", "salient", "pooled", "labels")
 DEGENERATE = {
     "all": "softmax makes attention to all tokens 1 in every layer",
     "last": "in a decoder only the last token attends to the last token; in an encoder it is a token like any other",
@@ -41,7 +50,7 @@ DEGENERATE = {
 
 
 @torch.no_grad()
-def attention_to(model: FunctionalModel, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+def attention_to(model: FunctionalModel, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
     """Compute attention scores in one forward pass.
 
     Layers replaced by the frozen cache are not run and have no score. In a CLIP with two towers, the image tower is
@@ -68,13 +77,15 @@ def attention_to(model: FunctionalModel, params: Tensors, batch: Batch, tokens: 
     return dict(sorted(hook.scores.items(), key=lambda score: layer_number(score[0])))
 
 
-def resolve_tokens(model: FunctionalModel, tokens: str) -> str:
-    """Resolve "auto" to a choice of tokens that fits the model.
+def resolve_tokens(model: FunctionalModel, tokens: TokenChoice) -> TokenChoice:
+    """Resolve "auto" to a choice of tokens that fits the model, and "labels" to the words of the class names.
 
     Raises:
         ModelError: If the choice is unknown, does not fit the model, or gives the same score in every layer.
     """
     is_decoder = _is_decoder(model)
+    if tokens == "labels" or isinstance(tokens, tuple):
+        return _words(model, tokens)
     if tokens in DEGENERATE:
         raise ModelError(f"tokens = '{tokens}' does not distinguish layers: {DEGENERATE[tokens]}; {_remedy(model)}")
     if tokens not in TOKENS:
@@ -91,12 +102,17 @@ def resolve_tokens(model: FunctionalModel, tokens: str) -> str:
         )
     if tokens == "entities" and model.kind.head != "tokens":
         raise ModelError(f"tokens = 'entities' is for token classification tasks; {_remedy(model)}")
+    if tokens == "pooled" and not _has_pooled_token(model):
+        raise ModelError(
+            f"tokens = 'pooled' needs a head that reads one token of each input, which {model.name} lacks; "
+            f"{_remedy(model)}"
+        )
     if tokens != "auto":
         return tokens
     if model.kind.head == "tokens":
         return "entities"
     if is_decoder:
-        return "content"
+        return "pooled" if _has_pooled_token(model) else "content"
     return "cls" if _has_first_token(model) else "salient" if model.kind.inputs == "image" else "content"
 
 
@@ -106,7 +122,7 @@ class _Scores:
 
     model: FunctionalModel
     batch: Batch
-    tokens: str
+    tokens: TokenChoice
     attention_mask: Tensor | None  # (example, token)
     layers: dict[nn.Module, str]
     scores: dict[str, Tensor] = field(default_factory=dict)
@@ -123,6 +139,10 @@ class _Scores:
         **modified: Any,
     ) -> Tensor:
         if module not in self.layers:
+            return scaled_dot_product(query, key, value, mask, scale, causal, **modified)
+        if self.tokens == "pooled":
+            rows = self._pooled_rows(query, key, mask, scale, **modified)
+            self.scores[self.layers[module]] = self._concentration(rows)
             return scaled_dot_product(query, key, value, mask, scale, causal, **modified)
         width = value.shape[-1]
         padding = (0, KERNEL_WIDTH - width % KERNEL_WIDTH)
@@ -150,9 +170,48 @@ class _Scores:
                 f"{self.model.name} cannot report its attention; use another model, or rank its layers in another way"
             )
         for tag, attention in zip(tags, maps, strict=True):
+            if self.tokens == "pooled":
+                place = self._pooled_place(attention.shape[2])
+                self.scores[tag] = self._concentration(attention[torch.arange(len(place)), :, place].float())
+                continue
             chosen = _chosen_tokens(self.model, self.batch, self.tokens, self.attention_mask, attention.shape[-1])
             self.scores[tag] = self._mean_over_queries((attention.float() * chosen[:, None, None]).sum(-1))
         return self.scores
+
+    def _pooled_place(self, count: int) -> Tensor:
+        """Return the place of the token that the head reads, (example,): the first of an encoder, a decoder's last."""
+        mask, device = self.attention_mask, self.batch.targets.device
+        valid = torch.ones(len(self.batch.targets), count, device=device) if mask is None else mask
+        order = torch.arange(1, count + 1, device=device)
+        return (valid.bool() * (order if _is_decoder(self.model) else order.flip(0))).argmax(1)
+
+    def _pooled_rows(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None, **modified: Any
+    ) -> Tensor:
+        """Return the attention of the token that the head reads to all tokens, (example, head, token).
+
+        Without a mask there is no padding, so a decoder's last token attends to all tokens.
+        """
+        place, rows = self._pooled_place(query.shape[2]), torch.arange(query.shape[0], device=query.device)
+        if mask is not None and mask.shape[-2] > 1:
+            mask = mask.expand(query.shape[0], -1, -1, -1)[rows, :, place][:, :, None]
+        key, _ = for_each_head(query, key, key)
+        return probabilities(query[rows, :, place][:, :, None], key, mask, scale, **modified)[:, :, 0].float()
+
+    def _concentration(self, rows: Tensor) -> Tensor:
+        """Return 1 - entropy / log(n) of the attention to the n content tokens, (example, head); 0 if n < 2.
+
+        Args:
+            rows: The attention of one token to all tokens, (example, head, token).
+        """
+        chosen = _chosen_tokens(self.model, self.batch, "content", self.attention_mask, rows.shape[-1])
+        chosen = chosen.expand(rows.shape[0], -1)[:, None]  # (example, 1, token)
+        share = rows.masked_fill(~chosen, 0.0)
+        share = share / share.sum(-1, keepdim=True).clamp(min=1e-30)
+        entropy = torch.special.entr(share).sum(-1)  # (example, head)
+        count = chosen.sum(-1).to(rows.dtype)  # (example, 1)
+        score = 1 - entropy / count.clamp(min=2).log()
+        return torch.where((count > 1) & (share.sum(-1) > 0), score, 0.0).clamp(0.0, 1.0)
 
     def _mean_over_queries(self, received: Tensor) -> Tensor:
         """Average (example, head, query) over the queries that are not padding, and over the windows of an image."""
@@ -197,10 +256,15 @@ def _salient(value: Tensor) -> Tensor:
 
 
 def _chosen_tokens(
-    model: FunctionalModel, batch: Batch, tokens: str, attention_mask: Tensor | None, count: int
+    model: FunctionalModel, batch: Batch, tokens: TokenChoice, attention_mask: Tensor | None, count: int
 ) -> Tensor:
     """Return a mask of the chosen tokens, (example, token); one row may stand for all examples."""
     device = batch.targets.device
+    if isinstance(tokens, tuple):
+        if "input_ids" not in batch.inputs:
+            raise ModelError("tokens of words need token ids, which are not cached; set engine.cache_frozen = false")
+        found = matching_tokens(batch.inputs["input_ids"], word_tokens(model.processor, tokens))
+        return found if attention_mask is None else found & attention_mask.bool()
     if tokens == "entities":
         return (batch.targets != IGNORE_INDEX) & (batch.targets != _outside(model))
     valid = torch.ones(1, count, device=device).bool() if attention_mask is None else attention_mask.bool()
@@ -256,12 +320,39 @@ def _has_first_token(model: FunctionalModel) -> bool:
     return not _is_decoder(model) and not model.module.config.is_encoder_decoder
 
 
+def _has_pooled_token(model: FunctionalModel) -> bool:
+    """Return whether the head reads one token of each text: an encoder's first, or a decoder's last."""
+    return model.kind.head == "text" and not model.only_here and (_is_decoder(model) or _has_first_token(model))
+
+
+def _words(model: FunctionalModel, tokens: TokenChoice) -> tuple[str, ...]:
+    """Return the words to look for: the given ones, or those of the class names."""
+    if model.kind.inputs != "text" or model.processor is None:
+        raise ModelError(
+            f"tokens = {tokens if isinstance(tokens, str) else list(tokens)!r} looks for words in texts with the "
+            f"model's tokenizer, but {model.name} has none; {_remedy(model)}"
+        )
+    if isinstance(tokens, tuple):
+        if not tokens or not all(word.strip() for word in tokens):
+            raise ModelError(f"tokens is {list(tokens)}; list words of the texts, such as ['tumor', 'cancer']")
+        return tokens
+    classes: Any = model.module.config.id2label
+    if model.kind.outputs != "classes" or not (words := label_words(classes.values())):
+        raise ModelError(
+            f"tokens = 'labels' needs classes whose names are words, but {model.name} has "
+            f"{', '.join(map(str, list(classes.values())[:3]))}; list the words: tokens = ['tumor', 'cancer']"
+        )
+    return words
+
+
 def _remedy(model: FunctionalModel) -> str:
     first = _has_first_token(model)
     unfit = {"cls"} if not first else set()
     unfit |= {"content"} if model.kind.inputs == "image" and not first else set()
     unfit |= {"entities"} if model.kind.head != "tokens" else set()
     unfit |= {"salient"} if model.kind.inputs != "image" else set()
+    unfit |= {"pooled"} if not _has_pooled_token(model) else set()
+    unfit |= {"labels"} if model.kind.inputs != "text" or model.kind.outputs != "classes" else set()
     fit = [word for word in TOKENS[1:] if word not in unfit]
     return f"set it to 'auto', {' or '.join(repr(word) for word in fit)}"
 

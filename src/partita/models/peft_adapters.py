@@ -77,8 +77,9 @@ class AdaptedModel(FunctionalModel):
         """Write a PEFT folder with the adapter and the head. It fits the base model as it was loaded.
 
         Raises:
-            ModelError: If any other parameter has changed.
+            ModelError: If any other parameter has changed, or transformers would run the model in another way.
         """
+        self.check_saves()
         # PEFT saves whole modules and would break the tie of tied ones.
         head = {name for name in self._tagged("head") - self._tagged("embedding") if "." in name}
         adapter = self._tagged(self.options.kind)

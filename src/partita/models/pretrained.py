@@ -27,7 +27,7 @@ from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
 from partita.models import ModelError, split_qkv
 from partita.models.adapter import FunctionalModel, from_module, frozen_parameters, without_logs
-from partita.models.architectures import ARCHITECTURES, architecture, forward_of, head_names
+from partita.models.architectures import ARCHITECTURES, Pooling, architecture, forward_of, head_names
 from partita.models.quantization import Mode, quantizable, stored_bytes
 from partita.tasks import KINDS, TaskInfo
 
@@ -53,6 +53,9 @@ def pretrained(
     dtype: Annotated[Literal["float32", "bfloat16"], "dtype of the forward pass and of frozen weights"] = "float32",
     quantize: Annotated[Literal["8bit", "4bit"] | None, "store frozen linear weights in 8 or 4 bits"] = None,
     checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False,
+    pooling: Annotated[
+        Pooling, "text encoders: what the head reads, as in transformers (`model`) or the `mean` of all tokens"
+    ] = "model",
 ) -> FunctionalModel:
     """A pretrained model from a folder or the Hub. Its head is kept if it has as many outputs as the task.
 
@@ -68,6 +71,7 @@ def pretrained(
     config = config_for(path, task)
     auto_class = AutoModel if prompt is not None else getattr(transformers, kind.auto_class)
     check_kind(path, config, auto_class, task)  # before loading weights
+    forward_of(config.model_type, kind.head, pooling)
     if kind.inputs == "image":
         check_images(path, config, task)
     _check_tokens(path, config, task)
@@ -94,6 +98,7 @@ def pretrained(
         quantize=quantize,
         checkpointing=checkpointing,
         processor=processor_of(task),
+        pooling=pooling,
     )
 
 

@@ -7,6 +7,7 @@ above the clip and points at the first layer. The angle of the reported directio
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from partita.core.client import ClientState, begin_round
 from partita.core.data import Batch, Examples, Population
 from partita.core.method import ClientRule, PrivacyRelease, Server
-from partita.core.model import Model, layer_tags
+from partita.core.model import Model, TokenChoice, layer_tags
 from partita.core.rounds import make_job
 from partita.core.settings import Run
 from partita.privacy.evidence import Array, Check, chance_of_cosine
@@ -55,9 +56,10 @@ def check_choice(run: Run, model: Model, population: Population, server: Server)
     checks: list[Check] = []
     for rule, release in releasing(run):
         single_rule_run = replace(run, method=replace(run.method, client_rules=(rule,)))
-        scores = _collect_scores(single_rule_run, model, population, server, release)
+        rounds = range(0, run.rounds, rule.release_every)
+        scores = _collect_scores(single_rule_run, model, population, server, release, rounds)
         if scores.shape[1] > 1:
-            checks += [_check_bias(scores, release), *_check_repeats(scores, run.rounds)]
+            checks += [_check_bias(scores, release), *_check_repeats(scores, len(rounds))]
     return checks
 
 
@@ -66,11 +68,13 @@ def _copies(release: PrivacyRelease, layers: int) -> int:
     return max(2, round(release.noise * math.sqrt(layers) / release.share))
 
 
-def _collect_scores(run: Run, model: Model, population: Population, server: Server, release: PrivacyRelease) -> Array:
+def _collect_scores(
+    run: Run, model: Model, population: Population, server: Server, release: PrivacyRelease, rounds: Sequence[int]
+) -> Array:
     """Collect reported unit vectors, (choice, layer). Choices come from artificial clients, each with its own draws."""
     layers, boosted_layer = layer_tags(model), ""
 
-    def attention(params: object, batch: Batch, tokens: str) -> dict[str, Tensor]:
+    def attention(params: object, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
         zero = torch.zeros(len(batch.targets), 1)
         return {layer: zero + LARGE_FACTOR * (layer == boosted_layer) for layer in layers}
 
@@ -78,8 +82,8 @@ def _collect_scores(run: Run, model: Model, population: Population, server: Serv
     examples = Repeated(population[client].train, _copies(release, len(layers)))
 
     def reported(number: int) -> dict[str, float]:
-        job, _ = make_job(run, known_model, server, number % run.rounds, client)
-        job = replace(job, client=f"{client} {number // run.rounds}")
+        job, _ = make_job(run, known_model, server, rounds[number % len(rounds)], client)
+        job = replace(job, client=f"{client} {number // len(rounds)}")
         return dict(begin_round(run, known_model, job, ClientState(), examples).metrics)
 
     names = sorted(reported(0))

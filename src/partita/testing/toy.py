@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from partita.core import tensors
 from partita.core.data import Batch, ClientData, Examples, Population
-from partita.core.model import Model, Output
+from partita.core.model import Model, Output, TokenChoice
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
 
@@ -52,7 +52,7 @@ class ToyTransformer(Model):
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return self._run(params, inputs)[0]
 
-    def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
         """Return the attention to the first token for each layer. `tokens` is ignored."""
         with torch.no_grad():
             maps = self._run(params, batch.inputs)[1]
@@ -133,7 +133,7 @@ class Float64Model(Model):
     def personal(self, params: Tensors) -> Tensors:
         return self.model.personal(params)
 
-    def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
         return self.model.attention(params, batch, tokens)
 
     def skip_layers(self, without: Names) -> Float64Model:

@@ -11,7 +11,7 @@ from partita.core.tensors import Names
 from partita.models import ModelError
 from partita.models.architectures import clip, decoders, encoders, vision
 from partita.models.architectures.general import GENERAL, general_tags
-from partita.models.architectures.spec import ROLES, Architecture, Forward
+from partita.models.architectures.spec import ROLES, Architecture, Forward, Pooling
 from partita.tasks import Head
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "ROLES",
     "Architecture",
     "Forward",
+    "Pooling",
     "architecture",
     "forward_of",
     "head_names",
@@ -57,13 +58,27 @@ def architecture(model_type: str) -> Architecture:
     return ARCHITECTURES.get(model_type, GENERAL)
 
 
-def forward_of(model_type: str, head: Head) -> Forward:
+def forward_of(model_type: str, head: Head, pooling: Pooling = "model") -> Forward:
     """Return the forward function of an architecture for a head.
 
+    Args:
+        model_type: The `model_type` in the config of transformers.
+        head: The head.
+        pooling: What the head reads: what it reads in transformers, or the mean of all tokens.
+
     Raises:
-        ModelError: If the model type is not supported with this head.
+        ModelError: If the model type is not supported with this head or pooling.
     """
     heads = architecture(model_type).heads
+    if pooling == "mean":
+        mean = architecture(model_type).mean
+        if mean is None or head != "text":
+            known = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if each.mean))
+            raise ModelError(
+                f"pooling = 'mean' is for text classification with one of {known}, not for a '{model_type}' and tasks "
+                f"of kind {head}; leave pooling out"
+            )
+        return mean
     if head in heads:
         return heads[head]
     raise ModelError(

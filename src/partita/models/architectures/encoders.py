@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor, nn
 from torch.nn import functional
 
 from partita.core.model import Output
@@ -37,10 +38,11 @@ def like_bert(body: str, text: Forward) -> Architecture:
         roles=(
             *tag_rules(rf"{body}\.", _EMBEDDINGS),
             *tag_rules(rf"{body}\.encoder\.layer\.(?P<layer>\d+)\.", layer),
-            (rf"{body}\.pooler\..+", "head"),  # only text classification uses it
+            (rf"{body}\.pooler\..+", "head", "pooler"),  # only text classification uses it
             *_HEADS,
         ),
         heads={"text": text, "tokens": all_tokens},
+        mean=mean_of_tokens,
         start=InputSide("input_ids", ("embeddings", "embeddings_project"), "encoder.layer"),
     )
 
@@ -60,8 +62,32 @@ def all_tokens(module: Any, inputs: Tensors) -> Output:
     return Output(module.classifier(head_dropout(module, state)), state[:, 0])
 
 
+def mean_of_tokens(module: Any, inputs: Tensors) -> Output:
+    """Classify texts from the mean of all tokens that are not padding. A `Forward` of `module` and `inputs`."""
+    features = _mean(module.base_model(**inputs).last_hidden_state, inputs.get("attention_mask"))
+    if isinstance(module.classifier, nn.Linear):
+        return Output(module.classifier(head_dropout(module, features)), features)
+    return Output(module.classifier(features.unsqueeze(-2)), features)  # RoBERTa's head selects the first token
+
+
+def _mean(states: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return the mean of (example, token, width) over the tokens that are not padding, (example, width)."""
+    if attention_mask is None:
+        return states.mean(-2)
+    weights = attention_mask.to(states.dtype).unsqueeze(-1)
+    return (states * weights).sum(-2) / weights.sum(-2).clamp(min=1)
+
+
 def _through_relu(module: Any, inputs: Tensors) -> Output:
     features = module.base_model(**inputs).last_hidden_state[:, 0]  # first token of (example, token, width)
+    return _relu_head(module, features)
+
+
+def _mean_through_relu(module: Any, inputs: Tensors) -> Output:
+    return _relu_head(module, _mean(module.base_model(**inputs).last_hidden_state, inputs.get("attention_mask")))
+
+
+def _relu_head(module: Any, features: Tensor) -> Output:
     hidden = functional.relu(module.pre_classifier(features))
     return Output(module.classifier(head_dropout(module, hidden)), features)
 
@@ -83,5 +109,6 @@ DISTILBERT = Architecture(
         *_HEADS,
     ),
     heads={"text": _through_relu, "tokens": all_tokens},
+    mean=_mean_through_relu,
     start=InputSide("input_ids", ("embeddings",), "transformer.layer"),
 )

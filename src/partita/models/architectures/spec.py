@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -16,6 +16,9 @@ ROLES = ("query", "key", "value", "output", "mlp", "norm", "embedding", "head") 
 
 TagRule = tuple[str, ...]  # pattern of the full parameter name, role, further tags
 Forward = Callable[[Any, Tensors], Output]
+Pooling = Literal[
+    "model", "mean"
+]  # what the head of a text encoder reads: as in transformers, or the mean of all tokens
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Architecture:
     Attributes:
         roles: Tag rules. The group "layer" of a pattern becomes the tag "layer.N".
         heads: Forward function for each supported head.
+        mean: Forward function of text classification by the mean of all tokens; None if it has none.
         transposed: Whether weights are (in, out), as GPT-2's Conv1D holds them, and not (out, in) as nn.Linear does.
         start: The input side. Without it, frozen layers cannot be cached and no layers can be skipped.
         packs: Whether the forward functions take packed rows: "position_ids", and "segment_ids" that do not attend to
@@ -42,6 +46,7 @@ class Architecture:
 
     roles: tuple[TagRule, ...]
     heads: Mapping[Head, Forward]
+    mean: Forward | None = None
     transposed: bool = False
     start: InputSide | None = None
     packs: bool = False
