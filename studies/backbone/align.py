@@ -367,9 +367,7 @@ def weights(classes: int, known: int, share: float, like: Tensor) -> Tensor:
     return counts
 
 
-def choose_public(
-    texts: Tensor, images: Tensor, labels: Tensor, known: int
-) -> tuple[float, float, dict[str, float]]:
+def choose_public(texts: Tensor, images: Tensor, labels: Tensor, known: int) -> tuple[float, float, dict[str, float]]:
     """The ridge and the weight of tested classes by which public images kept out of the fit find their class best.
 
     The public images are halved; each half is classified by the map that was fitted with the other.
@@ -380,7 +378,7 @@ def choose_public(
     for ridge in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0):
         for share in (1.0, 3.0, 10.0, 30.0):
             right = 0
-            for part, other in (halves, halves[::-1]):
+            for other in halves:
                 inside = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
                 inside[other] = False
                 wanted = prototypes(images[inside], labels[inside], classes)
