@@ -39,6 +39,7 @@ from partita.models.prompts.prompts import QUERY_OWNERS, fuse
 from partita.testing.toy import ToyTransformer
 
 KEY = Key(5)
+CACHE = {"shots": 2, "alpha": 1.0, "beta": 5.5}
 PIXELS = {"pixel_values": dual_encoder_fixtures.images().double()}
 PROMPT = "a photo of a {}."
 CLASS_NAMES = tuple(name.replace("_", " ") for name in dual_encoder_fixtures.CLASSES)
@@ -233,7 +234,8 @@ def test_prompts_drawn_like_tokens_have_their_mean_and_spread(pair: str) -> None
 
 
 @pytest.mark.parametrize(
-    "kind, options", [("transport", {"mass": 0.8, "smoothing": 0.1, "iterations": 3}), ("low-rank", {"rank": 1})]
+    ("kind", "options"),
+    [("transport", {"mass": 0.8, "smoothing": 0.1, "iterations": 3}), ("low-rank", {"rank": 1}), ("cache", CACHE)],
 )
 def test_other_contexts_are_drawn_like_tokens_too(kind: str, options: dict[str, Any]) -> None:
     towers = image_fixtures.tiny_clip("float32")
