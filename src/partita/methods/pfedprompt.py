@@ -25,9 +25,6 @@ class FillCache(ClientRule):
     uses_data = True
 
     def start(self, params: Tensors, examples: Examples, ctx: Context, key: Key) -> tuple[Tensors, Slots]:
-        features = getattr(ctx.model, "cache_keys", None)
-        if features is None:
-            raise MethodError(f"pfedprompt fills a cache, and {ctx.model.name} has none; use a model 'clip'")
         if CACHE not in ctx.plan.train or params[CACHE].any():
             return {}, {}
         keys = torch.zeros_like(params[CACHE])
@@ -43,7 +40,8 @@ class FillCache(ClientRule):
                 chosen, labels, shots = (torch.tensor(each) for each in zip(*places, strict=True))
                 inputs = {name: value[chosen.to(value.device)] for name, value in batch.inputs.items()}
                 with torch.no_grad():
-                    found = features(to(inputs, keys.device))  # (example, feature)
+                    found = ctx.model(params, to(inputs, keys.device)).features  # (example, feature), normalized
+                assert found is not None
                 keys[labels.to(keys.device), shots.to(keys.device)] = found.to(keys.dtype)
             if min(filled) == keys.shape[1]:
                 break

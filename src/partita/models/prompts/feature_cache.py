@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from partita.core.model import Output
 from partita.core.rng import Key
@@ -51,10 +50,6 @@ class CachedFeatures(PromptModel):
         other = super().for_classes(classes)
         assert isinstance(other, CachedFeatures)
         return replace(other, known=False)
-
-    def cache_keys(self, inputs: Tensors) -> Tensor:
-        """Return normalized image features, (example, feature)."""
-        return functional.normalize(self.towers.image_features(inputs)[:, 0], dim=-1)
 
 
 def similarities(image: Tensor, keys: Tensor, beta: float) -> Tensor:
