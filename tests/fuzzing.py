@@ -192,7 +192,7 @@ TINY: Raw = {
     "training": {"batch_size": 8},
 }
 TINY_CLIP: Raw = {"name": "clip", "shape": "tiny"}
-DUAL_ENCODER_METHODS = ("pfeddc", "promptfl", "vpfl", "coop", "fedotp", "fedpgp", "fedclip", "zero-shot")
+DUAL_ENCODER_METHODS = ("pfeddc", "promptfl", "vpfl", "coop", "fedotp", "fedpgp", "fedclip", "pfedprompt", "zero-shot")
 
 
 @st.composite

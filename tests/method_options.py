@@ -14,4 +14,5 @@ BRIEF |= {
 }
 BRIEF |= {"fedala": {"passes": 2, "batch_size": 8}}
 BRIEF |= {"fedotp": {"text_tokens": 2, "iterations": 5}, "fedpgp": {"text_tokens": 2, "rank": 1}}
+BRIEF |= {"pfedprompt": {"text_tokens": 2, "shots": 2}}
 BRIEF |= {"pfedme": {"inner_steps": 2}}

@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import re
+import shutil
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -33,8 +35,9 @@ from transformers import (
 from partita import data
 from partita.core.rng import Key
 from partita.data import Task
-from partita.data.task import Subset
+from partita.data.task import Table
 from partita.evaluation import score
+from partita.models import CACHED_STATES
 from partita.models.adapter import without_logs
 from partita.models.prompts.clip import clip
 
@@ -103,6 +106,7 @@ class Settings:
     met: bool  # learn from other folders' images of the classes to be tested on, too
     seed: int
     device: str
+    public: int = 0  # images of each class to be tested on that the fit may see, and that no client holds
 
 
 def align(settings: Settings, out: Path) -> dict[str, Any]:
@@ -118,12 +122,28 @@ def align(settings: Settings, out: Path) -> dict[str, Any]:
     tests = {Path(path).name: read(path) for path in settings.test}
     tested = [] if settings.met else [name for task in tests.values() for name in task.classes]
     images, labels, names = learnt(pair, [(path, read(path)) for path in settings.learn], tested, settings, out.parent)
+    # Before the projection changes.
+    seen = {path: test_features(pair, path, tests[Path(path).name], settings, out.parent) for path in settings.test}
+    cut, public, own_classes = {}, images[:0], labels[:0]
+    if settings.public:
+        for path in settings.test:
+            rows = public_rows(tests[Path(path).name], settings.public, Key(settings.seed))
+            cut[Path(path).name] = write_rest(Path(path), rows, out.parent / "rest" / f"{Path(path).name}-{out.name}")
+        public, own_classes, tested_names = shown(pair, tests, settings, out.parent)
+        own_classes = own_classes + len(names)
+        names = [*names, *tested_names]
+    learned = len(labels)
+    images, labels = torch.cat([images, public]), torch.cat([labels, own_classes])
     spread = telling(images, labels)
     pair.visual_projection.weight.data = spread @ pair.visual_projection.weight.data
     images = functional.normalize(images @ spread.T)
     texts = torch.stack([pooled(pair, tokenizer, [t.format(name) for name in names]) for t in TEMPLATES])
-    ridge, kept_out = choose(texts, images, labels, settings.seed)
-    weight = fit(texts, prototypes(images, labels, len(names)), ridge)
+    known = int(labels[:learned].max()) + 1
+    ridge, kept_out = choose(texts[:, :known], images[:learned], labels[:learned], settings.seed)
+    share, own_score = 1.0, {}
+    if settings.public:
+        ridge, share, own_score = choose_public(texts, images, labels, known)
+    weight = fit(texts, prototypes(images, labels, len(names)), ridge, weights(len(names), known, share, labels))
     pair.text_projection.weight.data = weight
     pair.logit_scale.data = temperature(texts[0] @ weight.T, images, labels)
     with without_logs():
@@ -139,7 +159,11 @@ def align(settings: Settings, out: Path) -> dict[str, Any]:
         "ridge": ridge,
         "scale": round(float(pair.logit_scale.exp()), 2),
         "kept_out": kept_out,
-        "zero_shot": {name: zero_shot(out, task, settings) for name, task in tests.items()},
+        "public": {"a_class": settings.public, "images": len(public), "share": share, **own_score, "cut": cut},
+        "zero_shot": {
+            Path(path).name: zero_shot(out, tests[Path(path).name], found @ spread.T, settings)
+            for path, found in seen.items()
+        },
         "seconds": round(time.perf_counter() - start, 1),
         "names": names,
     }
@@ -219,17 +243,76 @@ def learnt(
 
 
 @torch.no_grad()
-def features(pair: Any, path: str, task: Task, rows: Tensor, settings: Settings, kept: Path) -> Tensor:
-    """(row, feature) Of rows of the train part: computed once, since they do not depend on what is tested."""
-    facts = json.dumps([settings.images, path, settings.size, rows.tolist()])
-    known = kept / f"features-{hashlib.blake2b(facts.encode(), digest_size=4).hexdigest()}.safetensors"
-    if not known.exists():
-        found = []
-        for some in rows.split(64):
-            pixels = task.train.take(some).inputs["pixel_values"].to(settings.device)
-            found.append(pair.visual_projection(pair.vision_model(pixel_values=pixels).pooler_output))
-        save_file({"images": torch.cat(found)}, known)
-    return load_file(known, settings.device)["images"]
+def features(
+    pair: Any, path: str, task: Task, rows: Tensor, settings: Settings, kept: Path, part: str = "train"
+) -> Tensor:
+    """(row, feature) Of rows of a part: each computed once, since they do not depend on what is tested."""
+    facts = json.dumps([settings.images, path, settings.size, part])
+    file = kept / f"features-{hashlib.blake2b(facts.encode(), digest_size=4).hexdigest()}.safetensors"
+    table = load_file(file) if file.exists() else {"rows": torch.empty(0, dtype=torch.long)}
+    new = rows[~torch.isin(rows, table["rows"])]
+    for some in new.split(64):
+        pixels = getattr(task, part).take(some).inputs["pixel_values"].to(settings.device)
+        found = pair.visual_projection(pair.vision_model(pixel_values=pixels).pooler_output).cpu()
+        images = torch.cat([table["images"], found]) if "images" in table else found
+        table = {"rows": torch.cat([table["rows"], some]), "images": images}
+        save_file(table, file)  # after every batch: on a CPU, an image takes long
+    places = {row: place for place, row in enumerate(table["rows"].tolist())}
+    return table["images"][torch.tensor([places[row] for row in rows.tolist()])].to(settings.device)
+
+
+def test_features(pair: Any, path: str, task: Task, settings: Settings, kept: Path) -> Tensor:
+    return features(pair, path, task, test_rows(task, settings), settings, kept, "test")
+
+
+def test_rows(task: Task, settings: Settings) -> Tensor:
+    """Every so many images of the test part."""
+    return torch.arange(0, len(task.test), -(-len(task.test) // settings.most))
+
+
+def public_rows(task: Task, count: int, key: Key) -> Tensor:
+    """Rows of the train part that the fit may see: `count` of each class, drawn by the key."""
+    drawn = []
+    for label, name in enumerate(task.classes):
+        rows = (task.train.targets == label).nonzero().flatten()
+        if len(rows) <= count:
+            raise SystemExit(f"'{name}' of {task.name} has {len(rows)} images; give a --public below that")
+        drawn.append(rows[(key / "public" / task.name / str(label)).permutation(len(rows))[:count]])
+    return torch.cat(drawn).sort().values
+
+
+def write_rest(source: Path, rows: Tensor, folder: Path) -> dict[str, Any]:
+    """Write a tested folder without the public images and without copies of them, so that no client holds one."""
+    table = parquet.read_table(source / "train.parquet")
+    images = [hashlib.blake2b(image["bytes"]).digest() for image in table["image"].to_pylist()]
+    public = {images[row] for row in rows.tolist()}
+    kept = [row for row, image in enumerate(images) if image not in public]
+    folder.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(table.take(kept), folder / "train.parquet")
+    shutil.copyfile(source / "test.parquet", folder / "test.parquet")
+    tested = parquet.read_table(source / "test.parquet", columns=["image"])["image"].to_pylist()
+    return {
+        "rows": rows.tolist(),
+        "copies_in_train": len(images) - len(kept) - len(rows),
+        "copies_in_test": sum(hashlib.blake2b(image["bytes"]).digest() in public for image in tested),
+        "rows_left": len(kept),
+        "public_digest": hashlib.blake2b(b"".join(sorted(public)), digest_size=16).hexdigest(),
+        "train_digest": hashlib.blake2b((folder / "train.parquet").read_bytes(), digest_size=16).hexdigest(),
+    }
+
+
+def shown(pair: Any, tests: dict[str, Task], settings: Settings, kept: Path) -> tuple[Tensor, Tensor, list[str]]:
+    """(image, feature) Of the public images, the class of each, and the classes of all folders."""
+    found, labels, names = [], [], []
+    for path in settings.test:
+        task = tests[Path(path).name]
+        rows = public_rows(task, settings.public, Key(settings.seed))
+        found.append(features(pair, path, task, rows, settings, kept))
+        labels.append(task.train.targets[rows].to(settings.device) + len(names))
+        names += [readable(name) for name in task.classes]
+    if len(set(names)) < len(names):
+        raise SystemExit("two tested folders share a class; give --public with one of them at a time")
+    return torch.cat(found), torch.cat(labels), names
 
 
 @torch.no_grad()
@@ -266,14 +349,45 @@ def telling(images: Tensor, labels: Tensor) -> Tensor:
     return vectors @ torch.diag(values**-0.5) @ vectors.T @ common
 
 
-def fit(texts: Tensor, wanted: Tensor, ridge: float) -> Tensor:
+def fit(texts: Tensor, wanted: Tensor, ridge: float, weights: Tensor | None = None) -> Tensor:
     """(feature, width): ridge regression of each class's mean image (class, feature) on its texts (template, class,
-    width).
+    width). Classes count by their weights, (class,).
     """
     apart = without_mean(texts.flatten(0, 1))
     given = texts.flatten(0, 1) @ apart
     penalty = ridge * len(given) * given.square().mean() * torch.eye(given.shape[1]).to(given)
-    return torch.linalg.solve(given.T @ given + penalty, given.T @ wanted.repeat(len(texts), 1)).T @ apart
+    counted = given if weights is None else given * weights.repeat(len(texts)).unsqueeze(1)
+    return torch.linalg.solve(given.T @ counted + penalty, counted.T @ wanted.repeat(len(texts), 1)).T @ apart
+
+
+def weights(classes: int, known: int, share: float, like: Tensor) -> Tensor:
+    """(class,): 1 for classes learnt from, and `share` for the tested ones, which come after them."""
+    counts = torch.ones(classes, device=like.device)
+    counts[known:] = share
+    return counts
+
+
+def choose_public(texts: Tensor, images: Tensor, labels: Tensor, known: int) -> tuple[float, float, dict[str, float]]:
+    """The ridge and the weight of tested classes by which public images kept out of the fit find their class best.
+
+    The public images are halved; each half is classified by the map that was fitted with the other.
+    """
+    own = (labels >= known).nonzero().flatten()
+    halves = [own[0::2], own[1::2]]
+    classes, tried = texts.shape[1], {}
+    for ridge in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0):
+        for share in (1.0, 3.0, 10.0, 30.0):
+            right = 0
+            for other in halves:
+                inside = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
+                inside[other] = False
+                wanted = prototypes(images[inside], labels[inside], classes)
+                weight = fit(texts, wanted, ridge, weights(classes, known, share, labels))
+                answers = (images[other] @ functional.normalize(texts[0, known:] @ weight.T).T).argmax(1) + known
+                right += int((answers == labels[other]).sum())
+            tried[ridge, share] = right / len(own)
+    best = max(tried, key=lambda each: tried[each])
+    return *best, {"held_out_images": round(tried[best], 4)}
 
 
 def choose(texts: Tensor, images: Tensor, labels: Tensor, seed: int) -> tuple[float, dict[str, float]]:
@@ -305,13 +419,13 @@ def temperature(texts: Tensor, images: Tensor, labels: Tensor) -> Tensor:
     return scales[losses.argmin()].clone()
 
 
-def zero_shot(folder: Path, task: Task, settings: Settings) -> dict[str, float]:
-    """As a run measures it: by the model 'clip', on every so many images of the test part."""
+def zero_shot(folder: Path, task: Task, images: Tensor, settings: Settings) -> dict[str, float]:
+    """As a run measures it: by the model 'clip', from the features of images of the test part."""
     model = clip(task, Key(0), path=str(folder))
-    model.to(torch.device(settings.device))
-    rows = torch.arange(0, len(task.test), -(-len(task.test) // settings.most))
-    accuracy = score(model, model.initial, Subset(task.test, rows))["accuracy"]
-    return {"accuracy": round(accuracy, 4), "chance": round(1 / len(task.classes), 4), "images": len(rows)}
+    targets = task.test.targets[test_rows(task, settings)]
+    table = Table({CACHED_STATES: images.cpu().unsqueeze(1)}, targets)
+    accuracy = score(model, model.initial, table)["accuracy"]
+    return {"accuracy": round(accuracy, 4), "chance": round(1 / len(task.classes), 4), "images": len(targets)}
 
 
 def make_tiny(folder: Path) -> Settings:
@@ -358,6 +472,9 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--per-class", type=int, default=50)
     parser.add_argument("--most", type=int, default=4000, help="images of each test part")
     parser.add_argument("--met", action="store_true", help="learn from other folders' images of tested classes, too")
+    parser.add_argument(
+        "--public", type=int, default=0, help="images of each tested class for the fit, which no client holds then"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
@@ -368,7 +485,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         settings = make_tiny(asked.out)
     elif asked.images and asked.text:
         learn, test = (tuple(str(asked.data / name) for name in names) for names in (asked.learn, asked.test))
-        rest = (asked.size, asked.per_class, asked.most, asked.met, asked.seed, asked.device)
+        rest = (asked.size, asked.per_class, asked.most, asked.met, asked.seed, asked.device, asked.public)
         settings = Settings(asked.images, asked.text, learn, test, *rest)
     else:
         parser.error("give --images and --text, or --tiny")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partita.core.rng import Key
-from partita.data import DataError, Task, load
+from partita.data import DataError, Task, load, split
 from partita.data.few_shot import draw_shots, hold_out_classes, select_rows
 from partita.data.ragged import RaggedExamples, ragged
 from partita.data.task import Table
@@ -95,3 +96,37 @@ def test_tasks_without_one_class_per_example_are_refused() -> None:
         draw_shots(task, 1, Key(0))
     with pytest.raises(DataError, match=r"data\.new_classes needs one class per example"):
         hold_out_classes(task, 2)
+
+
+@given(st.integers(1, 6), st.integers(0, 99))
+def test_split_shots_limit_each_class_of_each_client(shots: int, seed: int) -> None:
+    task = small(examples=120)
+    options = {"alpha": 0.5, "min_examples": 1, "validation": 0.1, "test": 0.2}
+    whole = split(task, "dirichlet", 4, key=Key(seed), **options)
+    few = split(task, "dirichlet", 4, key=Key(seed), shots=shots, **options)
+    more = split(task, "dirichlet", 4, key=Key(seed), shots=shots + 1, **options)
+    labels = torch.from_numpy(task.labels())
+    for place in range(4):
+        train, validation, test = whole.parts[place]
+        drawn, *rest = few.parts[place]
+        assert torch.equal(rest[0], validation), "validation parts stay whole"
+        assert torch.equal(rest[1], test), "so do test parts"
+        counts = Counter(labels[train].tolist())
+        assert Counter(labels[drawn].tolist()) == {label: min(count, shots) for label, count in counts.items()}
+        assert [row for row in train.tolist() if row in set(drawn.tolist())] == drawn.tolist(), "in their order"
+        assert set(drawn.tolist()) <= set(more.parts[place][0].tolist()), "fewer are a part of more"
+
+
+def test_split_shots_above_all_rows_change_nothing() -> None:
+    whole, same = (split(small(), "iid", 3, key=Key(0), shots=shots) for shots in (None, 60))
+    assert all(torch.equal(whole.parts[place][0], same.parts[place][0]) for place in range(3))
+
+
+def test_split_shots_need_one_class_per_example() -> None:
+    tags = replace(small(), kind=MULTI_LABEL_IMAGE)
+    with pytest.raises(DataError, match=r"split.shots needs one class per example.*leave it out"):
+        split(tags, "iid", 3, key=Key(0), shots=2)
+    texts = replace(ragged([[1], [2], [3]], 4, torch.tensor([0, 0, 1])), documents=torch.tensor([0, 0, 1]))
+    windows = replace(small(), train=texts, columns={})
+    with pytest.raises(DataError, match=r"split.shots does not work with data.long_texts = 'windows'"):
+        split(windows, "iid", 1, key=Key(0), shots=2)

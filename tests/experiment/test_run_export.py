@@ -291,6 +291,7 @@ PROMPTS: dict[str, Raw] = {
     "fedotp": {"text_tokens": 3},
     "fedpgp": {"text_tokens": 4, "rank": 2},
     "fedclip": {},
+    "pfedprompt": {"text_tokens": 3, "shots": 2},
     "zero-shot": {},
     "promptfl+ditto": {"text_tokens": 3},
 }

@@ -39,6 +39,7 @@ from partita.models.prompts.prompts import QUERY_OWNERS, fuse
 from partita.testing.toy import ToyTransformer
 
 KEY = Key(5)
+CACHE = {"shots": 2, "alpha": 1.0, "beta": 5.5}
 PIXELS = {"pixel_values": dual_encoder_fixtures.images().double()}
 PROMPT = "a photo of a {}."
 CLASS_NAMES = tuple(name.replace("_", " ") for name in dual_encoder_fixtures.CLASSES)
@@ -199,6 +200,48 @@ def test_gray_vision_prompts_start_from_the_states_of_a_gray_image(pair: str) ->
     assert tensors.equal(
         fewer, dual_encoder_fixtures.load_pair(pair).prompted("prompts", KEY, text_tokens=2).initial
     ), "texts show nothing"
+
+
+@pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
+def test_prompts_drawn_like_tokens_have_their_mean_and_spread(pair: str) -> None:
+    """With 4,000 prompts, the mean of each entry is within 6 standard errors, and so is its standard deviation."""
+    towers, count = dual_encoder_fixtures.load_pair(pair), 4000
+    tower = towers.module.text_model
+    limit = tower.config.max_position_embeddings
+    tower.config.max_position_embeddings = 2 * count  # the draw needs no positions
+    try:
+        drawn = towers.prompted(
+            "prompts", KEY, text_tokens=count, vision_tokens=count, depth=2, vision_init="tokens", context_init="tokens"
+        ).initial
+    finally:
+        tower.config.max_position_embeddings = limit
+    patches = towers.gray_image_patches(2)  # (layer, patch, width)
+    assert patches.shape == (2, dual_encoder_fixtures.PATCHES, 16)
+    for name, tokens in ("prompt.text.global", towers.token_embeddings()), ("prompt.vision.global", patches):
+        found, tokens = drawn[name].double(), tokens.double()
+        spread = tokens.std(-2, correction=0)
+        assert ((found.mean(-2) - tokens.mean(-2)).abs() <= 6 * spread / count**0.5 + 1e-7).all(), name
+        assert ((found.std(-2) - spread).abs() <= 6 * spread / (2 * count) ** 0.5 + 1e-7).all(), name
+        squares = [rows.square().sum(-1).mean(-1).sqrt() for rows in (found, tokens)]
+        assert torch.allclose(*squares, rtol=0.1), f"{name}: so norms match"
+    plain = towers.prompted("prompts", KEY, text_tokens=3, vision_tokens=3).initial
+    assert all(0.005 < plain[f"prompt.{tower}.global"].std() < 0.05 for tower in ("text", "vision")), "as before"
+    phrase = towers.prompted("prompts", KEY, text_tokens=6, init_text="a photo of a", context_init="tokens").initial
+    assert torch.equal(
+        phrase["prompt.text.global"][2:],
+        towers.prompted("prompts", KEY, text_tokens=4, init_text="a photo of a").initial["prompt.text.global"],
+    ), "a text replaces the draw"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("transport", {"mass": 0.8, "smoothing": 0.1, "iterations": 3}), ("low-rank", {"rank": 1}), ("cache", CACHE)],
+)
+def test_other_contexts_are_drawn_like_tokens_too(kind: str, options: dict[str, Any]) -> None:
+    towers = image_fixtures.tiny_clip("float32")
+    own = towers.prompted(kind, KEY, text_tokens=2, context_init="tokens", **options).initial["prompt.text.global"]
+    plain = towers.prompted("prompts", KEY, text_tokens=2, context_init="tokens").initial["prompt.text.global"]
+    assert torch.equal(own, plain)
 
 
 def test_towers_are_frozen_in_one_precision_and_prompts_train_in_float32() -> None:
@@ -479,7 +522,8 @@ def test_text_prompt_methods_encode_each_image_once_with_the_cache(name: str) ->
     assert tensors.equal(*played.values())
     assert looked[True] == (0 if name == "zero-shot" else 40) + 8, "each image of either part once"
     train = sum(len(experiment.federation[client].train) for client in experiment.federation.clients)
-    assert looked[False] == (0 if name == "zero-shot" else 2 * train) + 8
+    passes = {"zero-shot": 0, "pfedprompt": 3}.get(name, 2)  # two rounds; pFedPrompt also fills its cache
+    assert looked[False] == passes * train + 8
 
 
 def test_cache_frozen_with_vision_prompts_is_refused() -> None:
@@ -538,6 +582,7 @@ def test_unsuitable_clip_folder_is_refused(tmp_path: Path) -> None:
         ("prompts", {"text_tokens": 3, "init_text": "a photo of a"}, "init_text 'a photo of a' has 4 tokens"),
         ("prompts", {"text_tokens": 12}, "has 17 tokens, but clip takes at most 16; use a shorter context"),
         ("prompts", {"vision_tokens": 1, "vision_init": "grey"}, "vision_init is 'grey'; did you mean 'gray'"),
+        ("prompts", {"text_tokens": 1, "context_init": "token"}, "context_init is 'token'; did you mean 'tokens'"),
         ("low-rank", {"text_tokens": 4, "rank": 5}, "rank is 5, but a context is 4 x 12; use a rank from 1 to 4"),
         (
             "transport",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,9 @@ def test_protection_that_would_not_hold_is_refused(
 def test_rows_that_were_drawn_are_refused(texts: Callable[..., Config]) -> None:
     with pytest.raises(DescriptionError, match=r"data\.limit leaves rows out"):
         describe(texts(limit=50), "north")
+    config = texts()
+    with pytest.raises(DescriptionError, match=r"split\.shots leaves rows out"):
+        describe(replace(config, split={**config.split, "shots": 4}), "north")
 
 
 def test_missing_column_of_groups_is_named(texts: Callable[..., Config]) -> None:

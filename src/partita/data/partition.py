@@ -116,6 +116,26 @@ class ClientSplit:
 
 
 @dataclass(frozen=True, eq=False)
+class ShotParts:
+    """Parts whose train rows are limited to the first `shots` of each class. They are shuffled, so this is a draw.
+
+    Fewer shots are a part of more shots. Validation and test parts stay whole.
+    """
+
+    whole: PartsByPosition
+    labels: Tensor  # (row,): the class of each train row of the task
+    shots: int
+
+    def __getitem__(self, position: int, /) -> Parts:
+        train, validation, test = self.whole[position]
+        labels = self.labels[train]
+        order = labels.argsort(stable=True)
+        grouped = labels[order]
+        rank = torch.arange(len(train)) - torch.searchsorted(grouped, grouped)  # of a row within its class
+        return train[order[rank < self.shots].sort().values], validation, test
+
+
+@dataclass(frozen=True, eq=False)
 class WindowParts:
     """Parts of documents, given as the rows of all their windows. The windows of a document stay together."""
 

@@ -10,7 +10,9 @@ from fractions import Fraction
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from partita.core.options import (
     Count,
@@ -27,7 +29,15 @@ from partita.core.rng import Key
 from partita.data.client_ids import NamedClients, NumberedClients
 from partita.data.errors import DataError
 from partita.data.groups import by_example, check_test_groups, row_groups
-from partita.data.partition import ClientSplit, Ints, Partition, WindowParts, group_by_client
+from partita.data.partition import (
+    ClientSplit,
+    Ints,
+    Partition,
+    PartsByPosition,
+    ShotParts,
+    WindowParts,
+    group_by_client,
+)
 from partita.data.task import Federation, Task
 
 ATTEMPTS = 50
@@ -63,6 +73,9 @@ def split(
         "clients that take no part, on whose test parts the model is tested: a number, or a fraction with a decimal "
         "point",
     ] = None,
+    shots: Annotated[
+        Count | None, "train rows of each class at each client, drawn from its train part; left out: all"
+    ] = None,
     together: str | None = None,
     **options: Any,
 ) -> Federation:
@@ -76,6 +89,7 @@ def split(
         validation: Share of each client's rows for its validation part.
         test: Share of each client's rows for its test part.
         unseen: Number or share of the clients that take no part.
+        shots: Train rows of each class at each client. A client that has fewer keeps all of them.
         together: Column with the group of a row, such as its patient. A group is in one part of a client only, and the
             shares are shares of its groups. Default: rows have no groups.
         **options: Options of the split.
@@ -90,7 +104,7 @@ def split(
     make_partition = find_function(SPLITS, name, "split")
     given = options if clients is None else {"clients": clients, **options}
     own = validate_options(
-        make_partition, given, "split", ["task", "key"], name, others=("validation", "test", "unseen")
+        make_partition, given, "split", ["task", "key"], name, others=("validation", "test", "unseen", "shots")
     )
     made = call(make_partition, (Partition, Mapping), name, "split", task, key=key / short_name(name), **own)
     partition: Partition = _partition_of(made, task.row_count, name) if isinstance(made, Mapping) else made
@@ -103,8 +117,23 @@ def split(
         )
     # Use exact decimals: a share of 0.29 of 100 rows is 29 rows, but in binary floating point it rounds down to 28.
     cut = ClientSplit(partition, key / "parts", Fraction(str(validation)), Fraction(str(test)), groups)
-    parts = cut if task.first_windows is None else WindowParts(cut, task.first_windows)
+    parts: PartsByPosition = cut if task.first_windows is None else WindowParts(cut, task.first_windows)
+    if shots is not None:
+        parts = ShotParts(cut, _classes(task), shots)
     return Federation(task, clients_in, parts, unseen_clients, None if groups is None else by_example(task, groups))
+
+
+def _classes(task: Task) -> Tensor:
+    """Return the class of each train row, for `split.shots`.
+
+    Raises:
+        DataError: If rows do not have one class each, or texts are cut into windows.
+    """
+    if not task.kind.one_class:
+        raise DataError(f"split.shots needs one class per example, which {task.name} does not have; leave it out")
+    if task.first_windows is not None:
+        raise DataError("split.shots does not work with data.long_texts = 'windows'; set it to 'cut' or 'error'")
+    return torch.from_numpy(task.labels())
 
 
 def _hold_out_clients(partition: Partition, unseen: float, key: Key) -> tuple[Partition, int]:

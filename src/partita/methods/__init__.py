@@ -58,13 +58,14 @@ INDEX = {
     "fedotp": "partita.methods.fedotp:fedotp",
     "fedpgp": "partita.methods.fedpgp:fedpgp",
     "fedclip": "partita.methods.fedclip:fedclip",
+    "pfedprompt": "partita.methods.pfedprompt:pfedprompt",
     "zero-shot": "partita.methods.zero_shot:zero_shot",
     "local-only": "partita.methods.local_only:local_only",
     "centralized": "partita.methods.centralized:centralized",
 }
 
 # These methods train next to a frozen dual encoder and accept only the model "clip".
-NEEDS_DUAL_ENCODER = ("pfeddc", "promptfl", "vpfl", "coop", "fedotp", "fedpgp", "fedclip")
+NEEDS_DUAL_ENCODER = ("pfeddc", "promptfl", "vpfl", "coop", "fedotp", "fedpgp", "fedclip", "pfedprompt")
 
 # These methods accept only a model with low-rank factors: `[model.adapter]`, or the method "lora" before them.
 NEEDS_FACTORS = ("ffa-lora", "fedsa-lora")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from partita.core.method import Method, MethodError
 from partita.core.options import Count, Positive, PositiveShare, Text
 from partita.methods.promptfl import share_global
@@ -13,6 +15,7 @@ def fedotp(
     smoothing: Positive = 0.1,
     iterations: Count = 100,
     init_text: Text = "",
+    context_init: Literal["nothing", "tokens"] = "nothing",
 ) -> Method:
     """Build FedOTP.
 
@@ -22,6 +25,7 @@ def fedotp(
         smoothing: Weight of the entropy.
         iterations: Number of Sinkhorn iterations; always all of them.
         init_text: Initial text of the last tokens of each context; the other tokens are random.
+        context_init: Initial values of the context. "tokens": at the scale of the token embeddings.
 
     Raises:
         MethodError: If `mass`, `smoothing` or `iterations` is out of range.
@@ -37,6 +41,7 @@ def fedotp(
         "smoothing": smoothing,
         "iterations": iterations,
         "init_text": init_text,
+        "context_init": context_init,
     }
     return Method(
         "fedotp",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 from torch.nn import functional
@@ -40,7 +41,12 @@ class TextContrast(ClientRule):
 
 
 def fedpgp(
-    text_tokens: Count = 16, rank: Count = 4, mu: NotNegative = 1.0, temperature: Positive = 0.5, init_text: Text = ""
+    text_tokens: Count = 16,
+    rank: Count = 4,
+    mu: NotNegative = 1.0,
+    temperature: Positive = 0.5,
+    init_text: Text = "",
+    context_init: Literal["nothing", "tokens"] = "nothing",
 ) -> Method:
     """Build FedPGP.
 
@@ -50,6 +56,7 @@ def fedpgp(
         mu: Weight of the contrastive loss. 0: the texts it needs are not read.
         temperature: Temperature T of the contrastive loss.
         init_text: Initial text of the last tokens of the shared context; the other tokens are random.
+        context_init: Initial values of the shared context. "tokens": at the scale of the token embeddings.
 
     Raises:
         MethodError: If `mu` is below 0 or `temperature` is not above 0.
@@ -62,6 +69,6 @@ def fedpgp(
         client_rules=(TextContrast(mu, temperature),) if mu else (),
         carry_optimizer=True,
         extend=lambda model, key: model.prompted(
-            "low-rank", key, text_tokens=text_tokens, rank=rank, init_text=init_text
+            "low-rank", key, text_tokens=text_tokens, rank=rank, init_text=init_text, context_init=context_init
         ),
     )

@@ -17,7 +17,8 @@ def pfeddc(
     output: NotNegative = 1.0,
     local: bool = True,
     init_text: Text = "",
-    vision_init: Literal["nothing", "gray"] = "nothing",
+    vision_init: Literal["nothing", "gray", "tokens"] = "gray",
+    context_init: Literal["nothing", "tokens"] = "nothing",
 ) -> Method:
     """Build pFedDC.
 
@@ -29,7 +30,9 @@ def pfeddc(
         output: Initial scale of the cross-attention's output.
         local: Use local prompts. False: only shared prompts.
         init_text: Initial text of the last tokens of each context; the other tokens are random.
-        vision_init: Initial value of the vision prompts.
+        vision_init: Initial value of the vision prompts. "gray": near the patches of a gray image. "tokens": at their
+            scale.
+        context_init: Initial values of the context. "tokens": at the scale of the token embeddings.
 
     Raises:
         MethodError: If there are neither text nor vision prompts.
@@ -38,6 +41,7 @@ def pfeddc(
         raise MethodError("pfeddc has no prompts with text_tokens = 0 and vision_tokens = 0; use zero-shot")
     sizes = {"text_tokens": text_tokens, "vision_tokens": vision_tokens, "depth": depth}
     options = {**sizes, "fusion": fusion, "output": output, "init_text": init_text, "vision_init": vision_init}
+    options["context_init"] = context_init
     owners = ("global", "local") if local else ("global",)
     return Method(
         "pfeddc",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.options import Count, Text
@@ -9,18 +11,23 @@ from partita.core.plan import Plan, RoundInfo, share
 from partita.core.tensors import Names
 
 
-def promptfl(text_tokens: Count = 16, init_text: Text = "") -> Method:
+def promptfl(
+    text_tokens: Count = 16, init_text: Text = "", context_init: Literal["nothing", "tokens"] = "nothing"
+) -> Method:
     """Build PromptFL.
 
     Args:
         text_tokens: Number of learned context tokens.
         init_text: Initial text of the last context tokens, such as "a photo of a"; the other tokens are random.
+        context_init: Initial values of the context. "tokens": at the scale of the token embeddings.
     """
     return Method(
         "promptfl",
         plan=share_global,
         carry_optimizer=True,
-        extend=lambda model, key: model.prompted("prompts", key, text_tokens=text_tokens, init_text=init_text),
+        extend=lambda model, key: model.prompted(
+            "prompts", key, text_tokens=text_tokens, init_text=init_text, context_init=context_init
+        ),
     )
 
 

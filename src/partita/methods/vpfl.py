@@ -9,13 +9,15 @@ from partita.core.options import Count
 from partita.methods.promptfl import share_global
 
 
-def vpfl(vision_tokens: Count = 8, depth: Count = 1, vision_init: Literal["nothing", "gray"] = "nothing") -> Method:
+def vpfl(
+    vision_tokens: Count = 8, depth: Count = 1, vision_init: Literal["nothing", "gray", "tokens"] = "gray"
+) -> Method:
     """Build vision-prompt FL.
 
     Args:
         vision_tokens: Number of prompts per layer.
         depth: Number of layers, from the first, that get their own prompts.
-        vision_init: Initial value of the prompts. "gray": near the patches of a gray image.
+        vision_init: Initial value of the prompts. "gray": near the patches of a gray image. "tokens": at their scale.
     """
     return Method(
         "vpfl",

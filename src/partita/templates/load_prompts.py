@@ -63,7 +63,15 @@ class Prompted(nn.Module):
             inner = functional.linear(image.to(weight.dtype), weight, bias).tanh()
             image = image * functional.linear(inner, own["adapter.out.weight"], own["adapter.out.bias"]).softmax(-1)
         image, texts = functional.normalize(image, dim=-1), functional.normalize(self.texts(context), dim=-1)
-        return scale * image @ texts.mT
+        logits = scale * image @ texts.mT
+        return logits + self.votes(own, image) if kind == "cache" else logits
+
+    def votes(self, own: dict[str, Tensor], image: Tensor) -> Tensor:
+        """Return what the client's own images say, (example, class): weighted similarities to those in its cache."""
+        keys = own["cache.keys"]  # (class, shot, feature); a row of zeros is empty
+        cosines = torch.einsum("ef,csf->ecs", image.to(keys.dtype), keys)
+        near = ((cosines - 1) * self.about["cache"]["beta"]).exp()
+        return own["cache.weight"] * (near * (keys != 0).any(-1)).sum(-1)
 
     def texts(self, context: Tensor | None) -> Tensor:
         """Return the features of the class texts, (class, feature), with `context` (token, width) before the name."""

@@ -158,6 +158,17 @@ class DualEncoder(Model):
         Returns:
             The inputs of each of the first layers at these patches, (layer, token, width).
         """
+        patches, first = self.gray_image_patches(depth), self.first_patch()
+        positions = torch.linspace(first, first + patches.shape[1] - 1, tokens).round().long()
+        return patches[:, positions - first]
+
+    def first_patch(self) -> int:
+        """Return the number of tokens of the image tower before the patches."""
+        settings: Any = self.module.vision_model.config
+        return image_tower_spec(str(settings.model_type)).image_tokens + getattr(settings, "num_register_tokens", 0)
+
+    def gray_image_patches(self, depth: int) -> Tensor:
+        """Return the inputs of the first `depth` layers at all patches of a gray image, (layer, patch, width)."""
         tower: Any = self.module.vision_model
         spec, settings = image_tower_spec(str(tower.config.model_type)), tower.config
         side = int(settings.image_size)
@@ -165,10 +176,8 @@ class DualEncoder(Model):
         inputs = []
         with torch.no_grad():
             states = spec.first_states(tower, gray)  # (1, token, width)
-            first = spec.image_tokens + getattr(settings, "num_register_tokens", 0)
-            positions = torch.linspace(first, states.shape[1] - 1, tokens).round().long()
             for layer in tower.get_submodule(spec.layers)[:depth]:
-                inputs.append(states[0, positions])
+                inputs.append(states[0, self.first_patch() :])
                 states = layer(states, *spec.layer_args)
         return torch.stack(inputs)
 
@@ -205,11 +214,16 @@ class DualEncoder(Model):
                 states = layer(states, None if spec.full_length else attention_mask[:, None, None])
         return tensors.upcast(self._project("text_projection", spec.pool(tower, states, attention_mask)))
 
+    def token_embeddings(self) -> Tensor:
+        """Return the text tower's embedding of every token, (token, width)."""
+        tower: Any = self.module.text_model
+        table: Tensor = tower.get_submodule(text_tower_spec(str(tower.config.model_type)).token_embedding).weight
+        return table
+
     def embed(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return embedded tokens (text, token, width) and their padding mask (text, token), false for padding."""
         ids, attention_mask = self.tokenize(texts)
-        tower: Any = self.module.text_model
-        table = tower.get_submodule(text_tower_spec(str(tower.config.model_type)).token_embedding).weight
+        table = self.token_embeddings()
         return table[ids.to(table.device)], attention_mask.to(table.device)
 
     def compare(self, params: Tensors, image: Tensor, texts: Tensor) -> Output:

@@ -14,6 +14,7 @@ from partita.models.adapter import without_logs
 from partita.models.architectures.dual_encoders import image_tower_spec, text_tower_spec
 from partita.models.prompts.dual_encoder import DualEncoder
 from partita.models.prompts.feature_adapter import FeatureAdapter
+from partita.models.prompts.feature_cache import CachedFeatures
 from partita.models.prompts.low_rank_prompts import LowRankPrompts
 from partita.models.prompts.optimal_transport import OptimalTransportPrompts
 from partita.models.prompts.prompts import DualPrompts, PromptModel
@@ -25,6 +26,7 @@ KINDS: dict[type, str] = {
     DualPrompts: "prompts",
     LowRankPrompts: "low-rank",
     FeatureAdapter: "adapter",
+    CachedFeatures: "cache",
     OptimalTransportPrompts: "transport",
 }
 
@@ -72,6 +74,8 @@ def save_prompts(
     if isinstance(model, OptimalTransportPrompts):
         options = {"mass": model.mass, "smoothing": model.smoothing, "iterations": model.iterations}
         about["transport"] = options
+    if isinstance(model, CachedFeatures):
+        about["cache"] = {"beta": model.beta}
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     (folder / VALUES).write_bytes(serialization.save({name: params[name].cpu() for name in sorted(params)}, {}))
     (folder / LOADER).write_text(files("partita").joinpath(f"templates/{LOADER}").read_text(encoding="utf-8"))

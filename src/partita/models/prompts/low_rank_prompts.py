@@ -43,7 +43,7 @@ class LowRankPrompts(PromptModel):
 
 
 def low_rank_prompts(
-    towers: DualEncoder, key: Key, *, text_tokens: int, rank: int, init_text: str = ""
+    towers: DualEncoder, key: Key, *, text_tokens: int, rank: int, init_text: str = "", context_init: str = "nothing"
 ) -> LowRankPrompts:
     """Add a shared context and a low-rank personal context to a dual encoder.
 
@@ -53,6 +53,7 @@ def low_rank_prompts(
         text_tokens: Number of context tokens.
         rank: Rank of the personal context.
         init_text: Initial text of the shared context.
+        context_init: Initial values of the shared context; see `dual_prompts`.
 
     Raises:
         ModelError: If the rank does not fit.
@@ -62,7 +63,7 @@ def low_rank_prompts(
         raise ModelError(
             f"rank is {rank}, but a context is {text_tokens} x {width}; use a rank from 1 to {min(text_tokens, width)}"
         )
-    plain = dual_prompts(towers, key, text_tokens=text_tokens, init_text=init_text)
+    plain = dual_prompts(towers, key, text_tokens=text_tokens, init_text=init_text, context_init=context_init)
     initial, tags = dict(plain.initial), dict(plain.tags)
     for name, shape in (LEFT, (text_tokens, rank)), (RIGHT, (rank, width)):
         initial[name] = random_prompts(key / name, *shape)

@@ -56,6 +56,7 @@ def optimal_transport_prompts(
     smoothing: float,
     iterations: int,
     init_text: str = "",
+    context_init: str = "nothing",
 ) -> OptimalTransportPrompts:
     """Add a shared and a personal context to a dual encoder.
 
@@ -67,13 +68,22 @@ def optimal_transport_prompts(
         smoothing: Weight of the entropy term.
         iterations: Number of Sinkhorn iterations.
         init_text: Initial text of the contexts.
+        context_init: Initial values of the contexts; see `dual_prompts`.
 
     Raises:
         ModelError: If `text_tokens` is below 1.
     """
     if text_tokens < 1:
         raise ModelError(f"text_tokens is {text_tokens}; set it to 1 or more")
-    plain = dual_prompts(towers, key, text_tokens=text_tokens, owners=OWNERS, fusion="mean", init_text=init_text)
+    plain = dual_prompts(
+        towers,
+        key,
+        text_tokens=text_tokens,
+        owners=OWNERS,
+        fusion="mean",
+        init_text=init_text,
+        context_init=context_init,
+    )
     return OptimalTransportPrompts(towers, plain.name, plain.initial, plain.tags, mass, smoothing, iterations)
 
 

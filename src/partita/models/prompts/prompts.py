@@ -19,7 +19,8 @@ from partita.models import ModelError
 from partita.models.prompts.dual_encoder import DualEncoder, check_length
 
 Fusion = Literal["local_queries", "global_queries", "both", "mean", "none"]
-VisionInit = Literal["nothing", "gray"]
+VisionInit = Literal["nothing", "gray", "tokens"]
+ContextInit = Literal["nothing", "tokens"]
 INITIAL_STD = 0.02  # standard deviation of initial prompts
 # For each fusion, the owners whose prompts are the queries. The other owner's prompts are keys and values.
 QUERY_OWNERS: dict[str, tuple[str, ...]] = {"local_queries": ("local",), "global_queries": ("global",)}
@@ -109,6 +110,7 @@ def dual_prompts(
     output: float = 0.0,
     init_text: str = "",
     vision_init: str = "nothing",
+    context_init: str = "nothing",
 ) -> DualPrompts:
     """Add prompts to a dual encoder.
 
@@ -122,7 +124,10 @@ def dual_prompts(
         fusion: How shared and personal prompts are combined.
         output: Initial scale of the fusion's output projections, relative to the other projections.
         init_text: Initial text of the context, in its last positions.
-        vision_init: "gray" starts vision prompts near the patches of a gray image.
+        vision_init: "nothing" draws vision prompts from N(0, 0.02²), "gray" adds the patches of a gray image, "tokens"
+            draws them with the mean and standard deviation of these patches.
+        context_init: "nothing" draws the context from N(0, 0.02²), "tokens" draws it with the mean and standard
+            deviation of the token embeddings.
 
     Raises:
         ModelError: If an option is invalid or the texts become too long.
@@ -130,6 +135,7 @@ def dual_prompts(
     for option, given, known in (
         ("fusion", fusion, get_args(Fusion)),
         ("vision_init", vision_init, get_args(VisionInit)),
+        ("context_init", context_init, get_args(ContextInit)),
     ):
         if given not in known:
             raise ModelError(f"{option} is '{given}'; {closest_match(given, known)}")
@@ -143,6 +149,10 @@ def dual_prompts(
         for owner in owners if shape[-1] else ():
             name = f"prompt.{tower}.{owner}"
             initial[name] = random_prompts(key / name, *shape, width)
+            if tower == "text" and context_init == "tokens":
+                initial[name] = _like_tokens(initial[name], towers.token_embeddings())
+            if tower == "vision" and vision_init == "tokens":
+                initial[name] = _like_tokens(initial[name], towers.gray_image_patches(depth))
             if tower == "text" and init_text:
                 initial[name] = _start_from_text(towers, init_text, initial[name])
             if tower == "vision" and vision_init == "gray":
@@ -176,6 +186,17 @@ def random_prompts(key: Key, *shape: int, std: float | None = INITIAL_STD) -> Te
     )
     std = shape[-1] ** -0.5 if std is None else std
     return std * torch.randn(shape, generator=key.generator())
+
+
+def _like_tokens(drawn: Tensor, tokens: Tensor) -> Tensor:
+    """Give a draw from N(0, 0.02²) the mean and standard deviation of each entry of tokens, (..., token, width).
+
+    Towers normalize what they read, so a prompt at another scale than the tokens around it acts at full strength all
+    the same, and its gradient grows by the ratio of the scales.
+    """
+    tokens = tokens.float()
+    mean, std = tokens.mean(-2, keepdim=True), tokens.std(-2, correction=0, keepdim=True)
+    return (drawn / INITIAL_STD * std.to(drawn.device) + mean.to(drawn.device)).to(drawn.dtype)
 
 
 def fuse(params: Tensors, tower: str, fusion: str) -> Tensor | None:

@@ -54,10 +54,10 @@ def describe(
         raise DescriptionError(
             "--epsilon hides one row, but --groups says that several rows belong together; use --least with --groups"
         )
-    if drawn := [option for option in DRAWN if config.data.get(option) is not None]:
-        raise DescriptionError(
-            f"data.{drawn[0]} leaves rows out, so the counts would not be of the site's data; unset it"
-        )
+    drawn = [f"data.{option}" for option in DRAWN if config.data.get(option) is not None]
+    drawn += ["split.shots"] if config.split.get("shots") is not None else []
+    if drawn:
+        raise DescriptionError(f"{drawn[0]} leaves rows out, so the counts would not be of the site's data; unset it")
     if config.split["name"] != "site":
         raise DescriptionError(
             f"split.name is '{config.split['name']}'; a site can describe its data with the split 'site'"
