@@ -184,6 +184,8 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "methods/centralized.py": LAWS,
     "methods/fedavg.py": LAWS,
     "methods/fedfrozen.py": (*LAWS, "tests/methods/test_auto_warmup.py", "tests/methods/test_adapter_compositions.py"),
+    "methods/feddyn.py": ("tests/methods/test_client_weights.py",),
+    "methods/scaffold.py": ("tests/methods/test_client_weights.py",),
     "methods/ffa_lora.py": ("tests/methods/test_adapter_compositions.py",),
     "methods/fedsa_lora.py": ("tests/methods/test_adapter_compositions.py",),
     "methods/fedprox.py": LAWS,
