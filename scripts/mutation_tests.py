@@ -83,7 +83,6 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "core/finite_server.py": ("tests/core/test_rounds.py",),
     "core/client_noise.py": ("tests/privacy/test_noise_at_clients.py",),
     "core/discrete_gaussian.py": ("tests/core/test_discrete_gaussian.py",),
-    "methods/client_weights.py": ("tests/methods/test_client_weights.py",),
     "methods/layer_votes.py": ("tests/methods/test_layer_votes.py",),
     "privacy/noise_at_clients.py": NOISE_AT_CLIENTS,
     "privacy/mechanism_client_noise.py": ("tests/engines/test_secure_noise.py",),
