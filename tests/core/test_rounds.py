@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import KERNEL, Clients, ScriptedEngine, final_params, play, toy_model, toy_run
+from helpers import KERNEL, Clients, ScriptedEngine, final_params, max_difference, play, toy_model, toy_run
 from torch import Tensor
 
 from partita.core import serialization, tensors
@@ -391,24 +391,39 @@ def test_non_finite_delta_is_refused_even_when_losses_are_finite(block: int) -> 
 def test_finiteness_is_checked_once_per_block_and_once_for_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """One check per block of two and one for the server, each of all parameters; norms cover the rest."""
     looks, largest = [], tensors.max_abs
-    monkeypatch.setattr(tensors, "max_abs", lambda part: looks.append(len(part)) or largest(part))
-    counts = []
+    monkeypatch.setattr(tensors, "max_abs", lambda part: looks.append(frozenset(part)) or largest(part))
     for real in (False, True):
         looks.clear()
         play(toy_run(fedavg(), 1), MODEL, FOUR, block=2, wire=real)
-        counts.append(len(looks))
-    assert counts == [2 + 1, 2 + 1], "one check per block and one for the server; norms cover the rest"
+        assert looks == [MODEL.all_names()] * (2 + 1)
 
 
-class MakeNan(UpdateTransform):
+@dataclass(frozen=True)
+class Spoil(UpdateTransform):
+    """Replaces one number in the update of client b."""
+
+    by: float
+
     def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
-        return replace(update, delta={name: value * float("nan") for name, value in update.delta.items()}), {}
+        if update.client != "b":
+            return update, {}
+        delta = {name: value.clone() for name, value in update.delta.items()}
+        delta["head.weight"].view(-1)[-1] = self.by
+        return replace(update, delta=delta), {}
 
 
-def test_non_finite_transform_output_is_refused() -> None:
-    with pytest.raises(ClientError, match="with values that are not finite"):
-        play(toy_run(replace(fedavg(), transforms=(MakeNan(),)), 1), MODEL, FOUR, block=2)
+@pytest.mark.parametrize("by", [float("nan"), float("inf"), -float("inf")])
+def test_non_finite_transform_output_is_refused(by: float) -> None:
+    """Training measured a finite delta, and the transform has replaced it since."""
+    run = toy_run(replace(fedavg(), transforms=(Spoil(by),)), 1)
+    with pytest.raises(ClientError, match=r"client 'b': sent 'head\.weight' with values that are not finite"):
+        play(run, MODEL, FOUR, block=2)
+    [played] = play(replace(run, skip_failed_clients=True), MODEL, FOUR, block=2)
+    assert [lost.client for lost in played.lost] == ["b"]
+    [others] = play(toy_run(fedavg(), 1), MODEL, Clients(a=5, c=7, d=8), block=1)
+    assert max_difference(played.server.params, others.server.params) < 1e-6
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0, 0.0, 1e12])

@@ -191,8 +191,12 @@ def test_small_warmup_steps_from_fitted_values_descend_on_the_profile() -> None:
 
 def test_lab_federation_depends_on_its_key() -> None:
     one, again, other = make_world(seed=1)[0], make_world(seed=1)[0], make_world(seed=2)[0]
-    assert torch.equal(one.data.targets, again.data.targets)
-    assert one.data.targets.shape != other.data.targets.shape or not torch.equal(one.data.targets, other.data.targets)
+    for name in ("inputs", "targets", "weight"):
+        assert torch.equal(getattr(one.data, name), getattr(again.data, name))
+    assert torch.equal(one.kernel.query, again.kernel.query)
+    draws = [{*world.data.inputs.flatten().tolist(), *world.data.targets.flatten().tolist()} for world in (one, other)]
+    assert not (draws[0] & draws[1]) - {0.0}, "no number is common to two keys; 0 fills clients with fewer examples"
+    assert not torch.isin(one.kernel.query, other.kernel.query).any()
 
 
 def test_heterogeneity_level_controls_how_far_clients_differ() -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from helpers import Clients, final_params, play, toy_model, toy_run
 from quadratics import LR, QuadraticClients, as_vector, client_step_matrix, final_point, fixed_point, initial_point
 from quadratics import quadratic_rounds as play_bowls
 
 from partita.core import tensors
 from partita.core.client import ClientState, begin_round, finish_round
-from partita.core.method import MethodError, compose
+from partita.core.method import Context, MethodError, compose
+from partita.core.model import Output
+from partita.core.plan import Phase, Plan
 from partita.core.rounds import initial_server, make_job
 from partita.methods.feddyn import feddyn
 from partita.methods.fedper import fedper
 from partita.methods.fedprox import fedprox
+from partita.storage.client_store import MemoryStore
 from partita.training.local_training import train_clients
 
 EQUAL_SIZES = (2, 2, 2, 2)
@@ -67,8 +71,30 @@ def test_feddyn_leaves_kept_parameters_alone() -> None:
     model, clients = toy_model(), Clients(a=6, b=6)
     everything = tuple(sorted(frozenset().union(*model.tags.values())))
     mixed = compose(fedper(personal=everything, finetune=0), feddyn(0.5))
-    rounds = [play(toy_run(method, 2), model, clients) for method in (mixed, fedper(personal=everything, finetune=0))]
-    assert rounds[0][-1].loss == rounds[1][-1].loss
+    stores = MemoryStore(), MemoryStore()
+    for method, store in zip((mixed, fedper(personal=everything, finetune=0)), stores, strict=True):
+        play(toy_run(method, 2), model, clients, store=store)
+    for client in clients.clients:
+        one, two = (store.load(client, 2).personal for store in stores)
+        assert one.keys() == model.all_names()
+        assert tensors.equal(one, two)
+
+
+def test_feddyn_terms_cover_shared_parameters_only() -> None:
+    """With a personal head, the gradient of both terms is that of the formula on the body and 0 on the head."""
+    model, alpha = toy_model(), 0.5
+    head, body = model.names("head"), model.all_names() - model.names("head")
+    plan = Plan((Phase(model.all_names()),), up=body, down=body, keep=head)
+    tilt = {name: torch.full_like(value, 3.0) for name, value in model.initial.items()}
+    ctx = Context(model, plan, model.initial, {}, {"tilt": tilt}, 0.1)
+    batch = Clients(a=6)["a"].train.take(torch.arange(6))
+    params = {name: (value + 0.2).requires_grad_() for name, value in model.initial.items()}
+    terms = [rule.penalty(Output(torch.zeros(())), params, batch, ctx) for rule in feddyn(alpha).client_rules]
+    total = sum(term for term in terms if term is not None)
+    grads = torch.autograd.grad(total, list(params.values()), materialize_grads=True)
+    for name, grad in zip(params, grads, strict=True):
+        wanted = torch.zeros_like(grad) if name in head else torch.full_like(grad, alpha * 0.2 - 3.0)
+        torch.testing.assert_close(grad, wanted)
 
 
 def test_feddyn_alpha_must_be_positive() -> None:

@@ -90,10 +90,14 @@ def test_first_rounds_of_fedadagrad_and_memoryless_fedyogi_are_equal() -> None:
     assert tensors.equal(final_params(one), final_params(two))
 
 
-def test_fedyogi_stays_finite_when_the_square_equals_its_estimate() -> None:
-    rule, tau = fedyogi(tau=0.5).server_rule, 0.5
-    still = [{name: torch.full_like(value, tau) for name, value in random_deltas(1)[0].items()}] * 3
-    assert all(bool(torch.isfinite(value).all()) for value in apply_all(rule, still).values())
+def test_fedyogi_keeps_its_second_moment_when_the_square_equals_its_estimate() -> None:
+    """The sign of 0 is 0, so the second moment stays tau^2 and round t moves by lr tau (1 - beta1^t) / (tau + tau)."""
+    lr, beta1, tau, count = 0.3, 0.8, 0.5, 3
+    rule = fedyogi(lr, beta1, tau=tau).server_rule
+    still = [{name: torch.full_like(value, tau) for name, value in random_deltas(1)[0].items()}] * count
+    wanted = sum(lr * (1 - beta1**number) / 2 for number in range(1, count + 1))
+    for value in apply_all(rule, still).values():
+        assert_close(value, torch.full_like(value, wanted), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("wrong", [{"beta1": 1.0}, {"beta2": 1.5}, {"tau": 0.0}])
