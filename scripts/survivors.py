@@ -386,11 +386,6 @@ EQUIVALENT: dict[Spot, str] = {
         "ctx.plan.train & ctx.plan.down -> ctx.plan.down",
     ): "what came down and does not train is still at its anchor, so its square is zero",
     (
-        "methods/scaffold.py",
-        "delta.add(update.delta, 1.0)",
-        "1.0 -> 2.0",
-    ): "a mean with equal weights, whatever they are",
-    (
         "methods/fedtp.py",
         "total = sum(embedding_steps.weight.values()) or 1.0",
         "1.0 -> 2.0",

@@ -186,7 +186,7 @@ def test_methods_are_built_by_name_and_options() -> None:
     [
         ("fedprox", {"nu": 1.0}, r"unknown key 'method.nu'; did you mean 'mu'\?"),
         ("fedprox", {"mu": "big"}, "method.mu is 'big'; it must be a number"),
-        ("fedavg", {"mu": 1.0}, "unknown key 'method.mu'; there are no options"),
+        ("fednova", {"mu": 1.0}, "unknown key 'method.mu'; there are no options"),
         ("fedfrozen", {"freeze": "values"}, "method.freeze is 'values'; it must be 'kernel' or 'value' or 'mlp' or "),
         (
             "fedfrozen+fedprox",

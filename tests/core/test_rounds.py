@@ -416,8 +416,8 @@ class Spoil(UpdateTransform):
 
 @pytest.mark.parametrize("by", [float("nan"), float("inf"), -float("inf")])
 def test_non_finite_transform_output_is_refused(by: float) -> None:
-    """Training measured a finite delta, and the transform has replaced it since."""
-    run = toy_run(replace(fedavg(), transforms=(Spoil(by),)), 1)
+    """Training measured a finite delta and its norm (without drift), and the transform has replaced it since."""
+    run = toy_run(replace(fedavg(), transforms=(Spoil(by),)), 1, drift=False)
     with pytest.raises(ClientError, match=r"client 'b': sent 'head\.weight' with values that are not finite"):
         play(run, MODEL, FOUR, block=2)
     [played] = play(replace(run, skip_failed_clients=True), MODEL, FOUR, block=2)

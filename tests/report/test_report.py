@@ -312,7 +312,7 @@ def test_seeds_that_never_reach_the_target_count_in_the_median(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("every", "said"), [(1, None), (2, "up to 2 rounds apart, so up to 1 too late"), (5, "up to 5")]
+    ("every", "said"), [(1, None), (2, "up to 2 rounds apart, so up to 1 too late"), (5, "up to 5"), (10, "up to 10")]
 )
 def test_rounds_to_a_target_say_that_they_are_read_at_tested_rounds(
     every: int, said: str | None, tmp_path: Path
