@@ -43,10 +43,11 @@ def main() -> int:
     try:
         studies = [read_study(file) for file in asked.studies]
         if asked.command == "table":
-            from playing.tables import tables
+            from playing.tables import matrix, tables
 
+            shown = matrix if asked.matrix else tables
             for study in studies:
-                print(tables(study, read_runs(study, "run"), asked.score, asked.on))
+                print(shown(study, read_runs(study, "run"), asked.score, asked.on))
             return 0
         if asked.command == "plot":
             from playing.plots import plot
@@ -70,6 +71,8 @@ def _arguments() -> argparse.Namespace:
         if name in ("table", "plot"):
             command.add_argument("--score", help="another metric than the study's")
             command.add_argument("--on", choices=("test", "personal"), help="another part than the study's")
+            if name == "table":
+                command.add_argument("--matrix", action="store_true", help="one table: arms by points of the axes")
             continue
         command.add_argument("--jobs", type=int, default=1, help="runs at a time")
         command.add_argument("--minutes", type=float, help="stop after this time; finished runs are kept")

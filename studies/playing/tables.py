@@ -15,6 +15,7 @@ from playing.lines import Line
 from playing.study import Point, Study
 
 MISSING = "–"
+LAST = "last round"  # title of a column
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,9 @@ def summarize(
 def _row(arm: str, lines: Sequence[Line], metric: Metric, part: str, last: int) -> Row:
     tails = {line["seed"]: tail(line, metric.name, part, last) for line in sorted(lines, key=lambda line: line["seed"])}
     known = {seed: values for seed, values in tails.items() if values}
+    # Old lines may hold one mean over several last rounds in place of single rounds.
+    single = {seed: values for seed, values in known.items() if not any(line.get("averaged") for line in lines)}
+    scored = [line["seed"] for line in lines if "diverged" in line or (line.get(part) or {}).get(metric.name)]
     kept = [line for line in lines if line["seed"] in known]
     worse = min if metric.higher_is_better else max
     clients = {
@@ -94,7 +98,7 @@ def _row(arm: str, lines: Sequence[Line], metric: Metric, part: str, last: int) 
     return Row(
         arm,
         {seed: statistics.fmean(values) for seed, values in known.items()},
-        {seed: values[-1] for seed, values in known.items()},
+        {seed: values[-1] for seed, values in single.items()},
         {seed: statistics.stdev(values) for seed, values in known.items() if len(values) > 1},
         clients,
         {line["seed"]: sum(map(sum, line["bytes"].values())) / 1e6 for line in kept if line.get("bytes")},
@@ -102,7 +106,7 @@ def _row(arm: str, lines: Sequence[Line], metric: Metric, part: str, last: int) 
         max(costs, default=None),
         lines[0].get("chosen") or {},
         tuple(lines[0].get("edge") or ()),
-        tuple(seed for seed in tails if seed not in known),
+        tuple(seed for seed in tails if seed not in known and seed in scored),
     )
 
 
@@ -138,11 +142,14 @@ def table(study: Study, rows: Sequence[Row], metric: Metric) -> str:
     """Return the table of one point, with footnotes."""
     private = any(row.epsilon is not None for row in rows)
     tuned = any(row.chosen for row in rows)
-    head = ["", f"{metric.title_with_unit}", "last round", "sd in the last rounds", "worst client"]
+    head = ["", metric.title_with_unit, LAST, "sd in the last rounds", "worst client"]
     head += [f"to `{study.baseline}`", "p", "p (Holm)", "MB", "s"]
     head += [*(["epsilon"] if private else []), *(["chosen"] if tuned else [])]
-    lines, notes = [head, ["---", *["--:"] * (len(head) - 1)]], []
+    lines, notes = [head], []
     for row in rows:
+        if not row.means and not row.lost:
+            notes.append(f"`{row.arm}` has no scores of this kind.")
+            continue
         mark = ""
         for key in row.edge:
             mark += "\\*"
@@ -169,8 +176,40 @@ def table(study: Study, rows: Sequence[Row], metric: Metric) -> str:
         cells += [", ".join(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
                             for key, value in row.chosen.items()) or MISSING] if tuned else []  # fmt: skip
         lines.append(cells)
+    # A column that says nothing is left out, and so is a last round that is all that counts.
+    kept = [
+        place
+        for place, title in enumerate(head)
+        if not place or (any(line[place] != MISSING for line in lines[1:]) and not (title == LAST and study.last == 1))
+    ]
+    lines = [[line[place] for place in kept] for line in lines]
+    lines.insert(1, ["---", *["--:"] * (len(kept) - 1)])
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return "\n\n".join([text, *(["\n".join(f"- {note}" for note in notes)] if notes else [])])
+
+
+def matrix(study: Study, lines: Sequence[Line], score: str | None = None, on: str | None = None) -> str:
+    """Return one table of all arms by all points: mean ± standard deviation over seeds.
+
+    Args:
+        study: The study.
+        lines: The lines of its runs.
+        score: Another metric than the study's.
+        on: Another part than the study's.
+    """
+    metric, points = metric_named(score or study.score), study.points()
+    titles = [", ".join(str(value) for value in point.values()) or metric.title_with_unit for point in points]
+    columns = [{row.arm: row for row in summarize(study, lines, point, score, on)} for point in points]
+    text = [["", *titles], ["---", *["--:"] * len(titles)]]
+    for arm in study.arms:
+        cells = []
+        for rows in columns:
+            row = rows.get(arm)
+            lost = f" ({len(row.lost)} not finite)" if row and row.lost else ""
+            cells.append(f"{spread(row.means.values(), metric) if row else MISSING}{lost}")
+        if any(arm in rows for rows in columns):
+            text.append([f"`{arm}`", *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in text) + "\n"
 
 
 def spread(values: Iterable[float], metric: Metric) -> str:

@@ -31,7 +31,7 @@ def configured(planned: Planned, threads: int | None = None) -> Any:
 
     from partita.experiment.config import parse
     from partita.experiment.config_code import anchored
-    from partita.experiment.tuning import check_validation, without_test
+    from partita.experiment.validation_only import check_validation, without_test
 
     raw = dict(planned.raw)
     # Only a run that is interrupted needs checkpoints before its last round, and they are large.

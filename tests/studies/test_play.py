@@ -21,16 +21,19 @@ ABSENT = ("dp_accounting", "flwr", "matplotlib", "opacus", "optuna", "pandas", "
 WITHOUT = f"""
 import importlib.metadata, sys
 
-class Absent:
+class Finder:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {ABSENT!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        return None if name.split(".")[0] in {ABSENT!r} else self.finder.find_spec(name, path, target)
 
-sys.meta_path.insert(0, Absent())
+sys.meta_path[:] = map(Finder, sys.meta_path)
 found = importlib.metadata.version
 
 def version(name):
-    if name == "partita":
+    if name in {("partita", *ABSENT)!r}:
         raise importlib.metadata.PackageNotFoundError(name)
     return found(name)
 

@@ -37,6 +37,7 @@ from partita.experiment.run_names import split_methods
 from partita.experiment.runner import start_or_resume
 from partita.experiment.search_space import Space, check_methods, checked, parse_space, spaces_of, with_settings
 from partita.experiment.trial_sampler import Outcome, Pruner, Sampler, Search
+from partita.experiment.validation_only import check_validation, without_test
 from partita.storage.atomic_files import DamageError, LinkError, read_json
 from partita.storage.safe_text import label_folder
 
@@ -313,58 +314,6 @@ def _trial_config(study: Study, trial: Trial, place: int, threads: int | None) -
     config = without_test(study.load(_changed(study, trial)), options.metric, options.disclose_validation)
     engine = replace(config.engine, threads=config.engine.threads or threads)
     return replace(config, seed=study.default.seed + FIRST_SEED + place, engine=engine)
-
-
-def without_test(config: Config, metric: str | None = None, disclose_validation: bool = False) -> Config:
-    """Return a config that is scored on validation and never touches a test set.
-
-    Args:
-        config: The config.
-        metric: The metric on validation. Default: the config's own.
-        disclose_validation: Whether a private run may report exact scores on validation.
-    """
-    evaluate = replace(
-        config.evaluate,
-        every=0,
-        personal_every=0,
-        samples=0,
-        subgroups=None,
-        subgroup_min=None,
-        validation_every=config.validation_every or 1,
-        validation_metric=metric or config.evaluate.validation_metric,
-    )
-    privacy = config.privacy and replace(config.privacy, disclose_validation=disclose_validation)
-    return replace(config, evaluate=evaluate, privacy=privacy)
-
-
-def check_validation(config: Config, disclose_validation: bool = False) -> None:
-    """Check that a config can be scored on validation.
-
-    Args:
-        config: The config.
-        disclose_validation: Whether the user accepts that a private run reports exact scores on validation.
-
-    Raises:
-        OptionError: If it holds out no validation examples, or is private and may not report scores on them.
-    """
-    if config.privacy and (config.privacy.unit == "client" or not disclose_validation):
-        accept = "" if config.privacy.unit == "client" else ", or accept that with --disclose-validation"
-        raise OptionError(
-            "tuning reads exact scores on the clients' validation examples, which the guarantee of [privacy] does not "
-            f"cover; tune on public data of the same kind{accept}"
-        )
-    if disclose_validation and not config.privacy:
-        raise OptionError("--disclose-validation is for a config with a table [privacy]; leave it out")
-    if not config.split["validation"]:
-        raise OptionError(
-            "split.validation is 0, so no client has validation examples to tune on; set it, e.g. with "
-            "--set split.validation=0.1"
-        )
-    if config.validation_every > config.rounds:
-        raise OptionError(
-            f"evaluate.validation_every is {config.validation_every}, but there are only {config.rounds} rounds; "
-            "lower it, or leave it out"
-        )
 
 
 def _sampler(study: Study, higher_is_better: bool) -> Sampler:
