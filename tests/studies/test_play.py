@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from study_fixtures import write_study
 
 ROOT = Path(__file__).parents[2]
@@ -68,20 +67,28 @@ def results(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
-    """Play the study without interruption, and without packages that a rented machine may lack."""
-    folder, absent = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("absent")
+def test_a_study_is_played_killed_and_resumed(tmp_path: Path) -> None:
+    whole = play_whole(tmp_path / "whole", tmp_path / "absent")
+    check_failures(whole)
+    check_archive(whole)
+    check_line(whole)
+    file = play_killed(tmp_path / "killed")
+    assert results(file) == results(whole / "small.jsonl")
+
+
+def play_whole(folder: Path, absent: Path) -> Path:
+    """Play the study without interruption, by two processes, without packages that a rented machine may lack."""
     write_study(folder)
+    absent.mkdir()
     (absent / "sitecustomize.py").write_text(WITHOUT)
-    process = play(folder, "run", "small.toml", "--jobs", "2", "--archive", "out/all.tar.gz", without=absent)
-    output, _ = process.communicate(timeout=300)
-    return folder, output, process.returncode
+    with play(folder, "run", "small.toml", "--jobs", "2", "--archive", "out/all.tar.gz", without=absent) as process:
+        output, _ = process.communicate(timeout=600)
+    assert process.returncode == 1, output
+    return folder
 
 
-def test_a_failing_arm_does_not_stop_the_others(whole: tuple[Path, str, int]) -> None:
-    folder, output, code = whole
-    assert code == 1, output
+def check_failures(folder: Path) -> None:
+    """An arm that fails does not stop the others."""
     arms = ("fedavg", "fedprox 0.1")
     assert set(results(folder / "small.jsonl")) == {(arm, seed) for arm in arms for seed in range(3)}
     failed = lines(folder / "small.failed.jsonl")
@@ -92,8 +99,7 @@ def test_a_failing_arm_does_not_stop_the_others(whole: tuple[Path, str, int]) ->
     assert not list((folder / "runs" / "studies").glob("*/checkpoints")), "folders of finished runs are deleted"
 
 
-def test_lines_and_logs_are_in_one_archive(whole: tuple[Path, str, int]) -> None:
-    folder, _, _ = whole
+def check_archive(folder: Path) -> None:
     with tarfile.open(folder / "out" / "all.tar.gz") as archive:
         assert set(archive.getnames()) == {"small.jsonl", "small.failed.jsonl", "small.log"}
         stored = archive.extractfile("small.jsonl")
@@ -101,8 +107,7 @@ def test_lines_and_logs_are_in_one_archive(whole: tuple[Path, str, int]) -> None
         assert stored.read() == (folder / "small.jsonl").read_bytes()
 
 
-def test_a_line_says_what_was_run(whole: tuple[Path, str, int]) -> None:
-    folder, _, _ = whole
+def check_line(folder: Path) -> None:
     line = results(folder / "small.jsonl")["fedprox 0.1", 2]
     assert (line["study"], line["kind"], line["point"], line["chosen"]) == ("small", "run", {}, {})
     assert line["test"]["rounds"] == [1, 2, 3]
@@ -111,24 +116,24 @@ def test_a_line_says_what_was_run(whole: tuple[Path, str, int]) -> None:
     assert len(line["digest"]) == 16
 
 
-def test_a_killed_call_resumes_to_the_same_lines(whole: tuple[Path, str, int], tmp_path: Path) -> None:
-    folder, _, _ = whole
-    write_study(tmp_path)
-    file = tmp_path / "small.jsonl"
-    process = play(tmp_path, "run", "small.toml", "--jobs", "2", "--arms", "fedavg,fedprox 0.1")
-    waited = time.monotonic()
-    while not file.exists() or not file.read_text().count("\n"):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() - waited < 300
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+def play_killed(folder: Path) -> Path:
+    """Kill a call after its first line, leave a line that was cut off, and play the rest. Return the lines."""
+    write_study(folder)
+    file = folder / "small.jsonl"
+    words = ("run", "small.toml", "--arms", "fedavg,fedprox 0.1")
+    with play(folder, *words) as process:
+        waited = time.monotonic()
+        while not file.exists() or not file.read_text().count("\n"):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() - waited < 600
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
     before = len(lines(file))
     assert 0 < before < 6
     with file.open("a") as stream:
-        stream.write('{"study": "small", "ki')  # what a write that was cut off leaves
-    again = play(tmp_path, "run", "small.toml", "--arms", "fedavg,fedprox 0.1")
-    output, _ = again.communicate(timeout=300)
+        stream.write('{"study": "small", "ki')
+    with play(folder, *words) as again:
+        output, _ = again.communicate(timeout=600)
     assert again.returncode == 0, output
     assert output.count(" small run: ") == 6 - before, "finished runs are not played again"
-    assert results(file) == results(folder / "small.jsonl")
+    return file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,15 +27,12 @@ def test_every_study_can_be_played(file: Path) -> None:
     study = read_study(file)
     tuned = read_runs(study, "tune")
     planned = plan(study, "tune", Asked(), tuned) if study.tuning else []
-    try:
+    with suppress(StudyError):  # if its tuning has not been played
         planned += plan(study, "run", Asked(seeds=study.seeds[:1]), tuned)
-    except StudyError as error:
-        assert "is not complete" in str(error)
     assert planned
     for run in planned:
         configured(run)
-    known = {run.arm for run in planned} | set(study.arms)
-    assert {line["arm"] for line in read_runs(study, "run")} <= known
+    assert {line["arm"] for line in read_runs(study, "run")} <= set(study.arms)
 
 
 @pytest.mark.parametrize("name", ["adamw/trec-options", "adamw/ohsumed-options", "language_models/methods"])
