@@ -135,8 +135,7 @@ def _check(run: Planned, study: Study) -> None:
     try:
         configured(run)
     except ValueError as error:
-        remedy = "; in a study, accept it with disclose_validation = true in [tune]" if "disclose" in str(error) else ""
-        raise StudyError(f"{study.file}, arm '{run.arm}': {error}{remedy}") from error
+        raise StudyError(f"{study.file}, arm '{run.arm}': {error}") from error
 
 
 class _Player:

@@ -37,7 +37,6 @@ from partita.experiment.run_names import split_methods
 from partita.experiment.runner import start_or_resume
 from partita.experiment.search_space import Space, check_methods, checked, parse_space, spaces_of, with_settings
 from partita.experiment.trial_sampler import Outcome, Pruner, Sampler, Search
-from partita.experiment.validation_only import check_validation, without_test
 from partita.storage.atomic_files import DamageError, LinkError, read_json
 from partita.storage.safe_text import label_folder
 
@@ -159,7 +158,7 @@ def plan_tuning(config: Path, changes: Sequence[str], options: Options, out: Pat
         folder = out / TRIALS / label_folder(default.label)
         if any(study.folder == folder for study in studies):
             raise ConfigError(f"two of --methods '{options.methods}' would share the folder {folder}; remove one")
-        check_validation(default, options.disclose_validation)
+        _check_validation(default, options)
         study = Study(spec, config, tuple(changes), options, (), default, folder)
         own = tuple(checked(space, study.load, default.label) for space in spaces_of(spec, spaces))
         studies.append(replace(study, spaces=own))
@@ -202,7 +201,7 @@ def tune_method(study: Study, threads: int | None = None) -> None:
         threads: Number of torch threads, if the config does not set it.
     """
     done = study.trials()
-    tuned = without_test(study.default, study.options.metric, study.options.disclose_validation)
+    tuned = _without_test(study.default, study.options)
     # The direction of the metric is that of the task, which must be loaded for it. Errors in the config show here.
     metric = validation_metric(tuned, build(replace(tuned, seed=tuned.seed + FIRST_SEED)).evaluator)
     while not _ended(study, done):
@@ -310,10 +309,46 @@ def _rows(config: Config, folder: Path) -> Iterator[Row]:
 
 
 def _trial_config(study: Study, trial: Trial, place: int, threads: int | None) -> Config:
-    options = study.options
-    config = without_test(study.load(_changed(study, trial)), options.metric, options.disclose_validation)
+    config = _without_test(study.load(_changed(study, trial)), study.options)
     engine = replace(config.engine, threads=config.engine.threads or threads)
     return replace(config, seed=study.default.seed + FIRST_SEED + place, engine=engine)
+
+
+def _without_test(config: Config, options: Options) -> Config:
+    """Return a config that is scored on validation and never touches a test set."""
+    evaluate = replace(
+        config.evaluate,
+        every=0,
+        personal_every=0,
+        samples=0,
+        subgroups=None,
+        subgroup_min=None,
+        validation_every=config.validation_every or 1,
+        validation_metric=options.metric or config.evaluate.validation_metric,
+    )
+    privacy = config.privacy and replace(config.privacy, disclose_validation=options.disclose_validation)
+    return replace(config, evaluate=evaluate, privacy=privacy)
+
+
+def _check_validation(config: Config, options: Options) -> None:
+    if config.privacy and (config.privacy.unit == "client" or not options.disclose_validation):
+        accept = "" if config.privacy.unit == "client" else ", or accept that with --disclose-validation"
+        raise OptionError(
+            "tuning reads exact scores on the clients' validation examples, which the guarantee of [privacy] does not "
+            f"cover; tune on public data of the same kind{accept}"
+        )
+    if options.disclose_validation and not config.privacy:
+        raise OptionError("--disclose-validation is for a config with a table [privacy]; leave it out")
+    if not config.split["validation"]:
+        raise OptionError(
+            "split.validation is 0, so no client has validation examples to tune on; set it, e.g. with "
+            "--set split.validation=0.1"
+        )
+    if config.validation_every > config.rounds:
+        raise OptionError(
+            f"evaluate.validation_every is {config.validation_every}, but there are only {config.rounds} rounds; "
+            "lower it, or leave it out"
+        )
 
 
 def _sampler(study: Study, higher_is_better: bool) -> Sampler:
