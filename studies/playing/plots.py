@@ -147,7 +147,7 @@ def _maps(study: Study, lines: Sequence[Line], metric: Metric, part: str) -> Any
     wide = max(2.4, 0.85 * len(across) + 1.2)
     figure = new_figure(wide * columns + 1.4, (0.5 * len(up) + 1.1) * rows + 0.3)
     panels = figure.subplots(rows, columns, squeeze=False)
-    image = None
+    image: Any = None
     for place, axes in enumerate(panels.flat):
         if place >= len(grids):
             axes.set_visible(False)
