@@ -10,7 +10,7 @@ from typing import Any
 
 from partita.report.comparison import Difference
 from partita.report.metric import Metric, metric_named
-from partita.report.plot_style import INK, MUTED, legend, new_figure, shorten, style_axes, styles, whole_rounds
+from partita.report.plot_style import INK, MUTED, new_figure, shorten, style_axes, styles, whole_rounds
 from playing.lines import Line
 from playing.study import Study
 from playing.tables import summarize
@@ -78,12 +78,14 @@ def _sent(
 
 
 def _curves(study: Study, lines: Sequence[Line], metric: Metric, part: str, by_bytes: bool = False) -> Any:
-    points, named = study.points(), list(study.arms)
+    from matplotlib.lines import Line2D
+
+    points = study.points()
     columns = min(COLUMNS, len(points))
     rows = -(-len(points) // columns)
-    figure = new_figure(max(5.2, 3.6 * columns), 2.9 * rows + 0.5)
+    figure = new_figure(max(4.6, 3.4 * columns) + 2.2, 2.9 * rows + 0.3)
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    looks = styles(named)
+    looks = styles(study.arms)
     for place, axes in enumerate(panels.flat):
         if place >= len(points):
             axes.set_visible(False)
@@ -111,7 +113,17 @@ def _curves(study: Study, lines: Sequence[Line], metric: Metric, part: str, by_b
             whole_rounds(axes)
         title = ", ".join(f"{axis.split('.')[-1]} = {value}" for axis, value in points[place].items())
         axes.set_title(shorten(title, 44), fontsize=9, color=INK, loc="left")
-    legend(figure, named)
+    figure.legend(
+        handles=[
+            Line2D([], [], color=look.color, linestyle=look.dash, linewidth=2, label=" " + shorten(arm, 28))
+            for arm, look in looks.items()
+        ],
+        loc="outside right upper",
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=INK,
+        handlelength=2.4,
+    )
     return figure
 
 

@@ -18,7 +18,7 @@ from playing.study import read_study
 from study_fixtures import write_study
 
 ROOT = Path(__file__).parents[2]
-ABSENT = ("dp_accounting", "flwr", "matplotlib", "opacus", "optuna", "pandas", "peft")
+ABSENT = ("datasets", "dp_accounting", "flwr", "matplotlib", "opacus", "optuna", "pandas", "peft", "rich", "typer")
 # Python imports this file at its start, also in spawned processes. The package counts as not installed.
 WITHOUT = f"""
 import importlib.metadata, sys
