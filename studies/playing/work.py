@@ -83,7 +83,7 @@ def play(planned: Planned, work: Path, threads: int, commit: str | None, again: 
     from partita.experiment.runner import start_or_resume
     from partita.storage.atomic_files import read_json
 
-    folder = work / hashlib.blake2b(f"{planned.key}{planned.digest}".encode(), digest_size=8).hexdigest()
+    folder = work / hashlib.blake2b(planned.name.encode(), digest_size=8).hexdigest()
     if again:
         shutil.rmtree(folder, ignore_errors=True)
     config = configured(planned, threads)
