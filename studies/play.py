@@ -19,7 +19,7 @@ import sys
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -43,10 +43,11 @@ def main() -> int:
     try:
         studies = [read_study(file) for file in asked.studies]
         if asked.command == "table":
-            from playing.tables import tables
+            from playing.tables import matrix, tables
 
+            shown = matrix if asked.matrix else tables
             for study in studies:
-                print(tables(study, read_runs(study, "run"), asked.score, asked.on))
+                print(shown(study, read_runs(study, "run"), asked.score, asked.on))
             return 0
         if asked.command == "plot":
             from playing.plots import plot
@@ -70,11 +71,18 @@ def _arguments() -> argparse.Namespace:
         if name in ("table", "plot"):
             command.add_argument("--score", help="another metric than the study's")
             command.add_argument("--on", choices=("test", "personal"), help="another part than the study's")
+            if name == "table":
+                command.add_argument("--matrix", action="store_true", help="one table: arms by points of the axes")
             continue
         command.add_argument("--jobs", type=int, default=1, help="runs at a time")
         command.add_argument("--minutes", type=float, help="stop after this time; finished runs are kept")
         command.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-        command.add_argument("--arms", default="", help="comma-separated; all if left out")
+        command.add_argument(
+            "--arms",
+            action="append",
+            default=[],
+            help="comma-separated names, or one name; can be repeated; default: all",
+        )
         if name == "run":
             command.add_argument("--seeds", default="", help="comma-separated; all if left out")
         command.add_argument("--retry", action="store_true", help=f"also play runs that have failed {TRIES} times")
@@ -96,31 +104,45 @@ def _play(studies: Sequence[Study], asked: argparse.Namespace) -> int:
     kind: Kind = asked.command
     deadline = time.monotonic() + 60 * asked.minutes if asked.minutes else None
     seeds = [int(seed) for seed in getattr(asked, "seeds", "").split(",") if seed]
-    arms = [name.strip() for name in asked.arms.split(",") if name.strip()]
-    wanted = Asked(tuple(asked.overrides), arms, seeds)
-    by_name = {study.name: study for study in studies}
-    if len(by_name) < len(studies):
-        raise StudyError("two studies of one call have the same name; play them one after the other")
-    planned = [run for study in studies for run in _left(study, kind, wanted)]
-    for run in planned:
-        _check(run, by_name[run.study])
-    if asked.dry_run:
-        _print_list(planned, studies, kind)
-        return 0
-    player = _Player(by_name, kind, asked.jobs, asked.work.resolve(), deadline, asked.archive, asked.retry)
+    names = _arm_names(asked.arms, studies)
+    if names:
+        studies = [study for study in studies if names & study.arms.keys()]
+    wanted = {study.file: Asked(tuple(asked.overrides), names & study.arms.keys(), seeds) for study in studies}
+    by_file = {study.file: study for study in studies}
     with ExitStack() as locks:
-        for study in studies:
+        for study in [] if asked.dry_run else studies:
             locks.enter_context(only_writer(study.file))
+        planned = [run for study in studies for run in _left(study, kind, wanted[study.file])]
+        for run in planned:
+            _check(run, by_file[run.file])
+        if asked.dry_run:
+            _print_list(planned, studies, kind)
+            return 0
+        player = _Player(by_file, kind, asked.jobs, asked.work.resolve(), deadline, asked.archive, asked.retry)
         player.play(planned)
         # Arms that take the choice of another arm and tune more on top of it can be planned only now.
         while kind == "tune" and not player.stopped:
-            more = [run for study in studies for run in _left(study, kind, wanted) if run.key not in player.seen]
+            left = [run for study in studies for run in _left(study, kind, wanted[study.file])]
+            more = [run for run in left if run.name not in player.seen]
             if not more:
                 break
             player.play(more)
         if kind == "tune" and not player.stopped and not player.failed:
             _print_choices(studies, wanted)
     return player.exit_code()
+
+
+def _arm_names(asked: Sequence[str], studies: Sequence[Study]) -> set[str]:
+    """Return the arms that are asked for. Each text is the name of an arm, or several separated by commas.
+
+    Raises:
+        StudyError: If no study has such an arm.
+    """
+    known = {name for study in studies for name in study.arms}
+    names = {name.strip() for text in asked for name in ([text] if text in known else text.split(",")) if name.strip()}
+    if unknown := sorted(names - known):
+        raise StudyError(f"--arms: there is no arm '{unknown[0]}'; there are {', '.join(sorted(known))}")
+    return names
 
 
 def _left(study: Study, kind: Kind, asked: Asked) -> list[Planned]:
@@ -132,8 +154,7 @@ def _check(run: Planned, study: Study) -> None:
     try:
         configured(run)
     except ValueError as error:
-        remedy = "; in a study, accept it with disclose_validation = true in [tune]" if "disclose" in str(error) else ""
-        raise StudyError(f"{study.file}, arm '{run.arm}': {error}{remedy}") from error
+        raise StudyError(f"{study.file}, arm '{run.arm}': {error}") from error
 
 
 class _Player:
@@ -141,7 +162,7 @@ class _Player:
 
     def __init__(
         self,
-        studies: dict[str, Study],
+        studies: dict[Path, Study],
         kind: Kind,
         jobs: int,
         work: Path,
@@ -156,22 +177,23 @@ class _Player:
         self.seen: set[str] = set()
         self.done = self.failed = self.left = self.code = 0
         self.stopped = False
-        tried = Counter(key_of(line) + line["digest"] for study in studies.values() for line in _failures(study))
+        failures = ((file, line) for file, study in studies.items() for line in read_lines(study.output("failed")))
+        tried = Counter(f"{file} {key_of(line)} {line['digest']}" for file, line in failures)
         self.tried = {} if retry else dict(tried)
-        for study in studies.values():
+        for file, study in studies.items():
             for line in read_runs(study, kind):
                 if _ran_here(line):
-                    self.lengths.add(line, line["seconds"], earlier=True)
+                    self.lengths.add(file, line["arm"], line["seconds"], earlier=True)
 
     def play(self, planned: Sequence[Planned]) -> None:
         """Play these runs. Stop at the deadline, or if the call is interrupted."""
-        self.seen |= {run.key for run in planned}
-        tries = {run.key: self.tried.get(run.key + run.digest, 0) for run in planned}
-        given_up = [run for run in planned if tries[run.key] >= TRIES]
+        self.seen |= {run.name for run in planned}
+        tries = {run.name: self.tried.get(run.name, 0) for run in planned}
+        given_up = [run for run in planned if tries[run.name] >= TRIES]
         for run in given_up:
             self.failed += 1
-            self._say(run.study, f"has failed {TRIES} times, so it is left out (--retry plays it): {run.title}")
-        waiting = [run for run in planned if tries[run.key] < TRIES]
+            self._say(run.file, f"has failed {TRIES} times, so it is left out (--retry plays it): {run.title}")
+        waiting = [run for run in planned if tries[run.name] < TRIES]
         before, total = self.done + self.failed, len(waiting)
         handler = signal.signal(signal.SIGTERM, _interrupt)
         try:
@@ -179,7 +201,7 @@ class _Player:
             for ended in runs:
                 self._write(ended)
                 place = self.done + self.failed - before
-                self._say(ended.planned.study, f"{place}/{total} {_outcome(ended)}: {ended.planned.title}")
+                self._say(ended.planned.file, f"{place}/{total} {_outcome(ended)}: {ended.planned.title}")
                 self._archive(time.monotonic() - self.archived > ARCHIVED)
         except (KeyboardInterrupt, Interrupt):
             self.code, self.stopped = INTERRUPTED, True
@@ -197,7 +219,7 @@ class _Player:
         return self.code or (FAILED if self.failed else LEFT if self.left else 0)
 
     def _write(self, ended: Ended) -> None:
-        study = self.studies[ended.planned.study]
+        study = self.studies[ended.planned.file]
         if ended.line is not None:
             append_line(study.output(self.kind), ended.line)
             self.done += 1
@@ -207,9 +229,9 @@ class _Player:
         append_line(study.output("failed"), line)
         self.failed += ended.last
 
-    def _say(self, study: str, text: str) -> None:
+    def _say(self, study: Path, text: str) -> None:
         print(text, flush=True)
-        with self.studies[study].file.with_suffix(".log").open("a") as log:
+        with study.with_suffix(".log").open("a") as log:
             log.write(f"{time.monotonic() - self.began:.0f} s: {text}\n")
 
     def _archive(self, due: bool) -> None:
@@ -231,10 +253,6 @@ def _outputs(studies: Iterable[Study]) -> list[Path]:
         for file in (*map(study.output, ("run", "tune", "failed")), study.file.with_suffix(".log"))
     ]
     return [file for file in files if file.exists()]
-
-
-def _failures(study: Study) -> list[dict[str, str]]:
-    return read_lines(study.output("failed"))
 
 
 def _ran_here(line: dict[str, object]) -> bool:
@@ -279,17 +297,17 @@ def _print_list(planned: Sequence[Planned], studies: Sequence[Study], kind: Kind
     for run in planned:
         print(run.title)
     for study in studies:
-        own = [run for run in planned if run.study == study.name]
+        own = [run for run in planned if run.file == study.file]
         done = read_runs(study, kind)
         seconds = sum(line["seconds"] for line in done) / len(done) if done else None
         expected = f", about {seconds * len(own) / 60:.1f} minutes of one process" if seconds else ""
         print(f"{study.name}: {len(own)} runs to play, {len(done)} done{expected}")
 
 
-def _print_choices(studies: Sequence[Study], asked: Asked) -> None:
+def _print_choices(studies: Sequence[Study], wanted: Mapping[Path, Asked]) -> None:
     """Print what was chosen, with a warning where it is at the edge of its grid."""
     for study in studies:
-        seen = set()
+        seen, asked = set(), wanted[study.file]
         for run in plan(study, "run", Asked(asked.overrides, asked.arms), read_runs(study, "tune")):
             at = dict(study.tuned_at(run.point))
             if (run.arm, str(at)) in seen or not run.chosen:

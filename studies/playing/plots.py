@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from partita.report.comparison import Difference
 from partita.report.metric import Metric, metric_named
-from partita.report.plot_style import INK, MUTED, legend, new_figure, shorten, style_axes, styles, whole_rounds
+from partita.report.plot_style import INK, MUTED, new_figure, shorten, style_axes, styles, whole_rounds
 from playing.lines import Line
 from playing.study import Study
 from playing.tables import summarize
@@ -27,12 +28,15 @@ def plot(study: Study, lines: Sequence[Line], score: str | None = None, on: str 
         on: Another part than the study's.
 
     Returns:
-        The files: STUDY.svg with curves, and STUDY-map.svg if there are one or two axes.
+        The files: STUDY.svg with the score by round, STUDY-bytes.svg by what was sent, and STUDY-map.svg if there are
+        one or two axes.
     """
     from matplotlib import rc_context
 
     metric, part = metric_named(score or study.score), on or study.on
     pictures = {study.file.with_suffix(".svg"): _curves(study, lines, metric, part)}
+    if any(megabytes(line) for line in lines):
+        pictures[study.file.with_name(f"{study.name}-bytes.svg")] = _curves(study, lines, metric, part, by_bytes=True)
     if len(study.axes) in (1, 2) and len(study.arms) > 1:
         pictures[study.file.with_name(f"{study.name}-map.svg")] = _maps(study, lines, metric, part)
     for file, figure in pictures.items():
@@ -57,13 +61,31 @@ def curves(study: Study, lines: Sequence[Line], point: Mapping[str, Any], metric
     return found
 
 
-def _curves(study: Study, lines: Sequence[Line], metric: Metric, part: str) -> Any:
-    points, named = study.points(), list(study.arms)
+def megabytes(line: Line) -> list[float]:
+    """Return what was sent after each round in all, in both directions; nothing if it is not known or nothing is."""
+    sides = list((line.get("bytes") or {}).values())
+    total = list(accumulate(sum(each) / 1e6 for each in zip(*sides, strict=True)))
+    return total if total and total[-1] else []
+
+
+def _sent(
+    study: Study, lines: Sequence[Line], point: Mapping[str, Any], arm: str, rounds: Sequence[int]
+) -> list[float]:
+    """Return the mean over seeds of what was sent up to each of these rounds."""
+    own = [line for line in lines if line["arm"] == arm and line["point"] == dict(point)]
+    known = [sent for line in own if len(sent := megabytes(line)) >= rounds[-1]]
+    return [statistics.fmean(sent[number - 1] for sent in known) for number in rounds] if known else []
+
+
+def _curves(study: Study, lines: Sequence[Line], metric: Metric, part: str, by_bytes: bool = False) -> Any:
+    from matplotlib.lines import Line2D
+
+    points = study.points()
     columns = min(COLUMNS, len(points))
     rows = -(-len(points) // columns)
-    figure = new_figure(max(5.2, 3.6 * columns), 2.9 * rows + 0.5)
+    figure = new_figure(max(4.6, 3.4 * columns) + 2.2, 2.9 * rows + 0.3)
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    looks = styles(named)
+    looks = styles(study.arms)
     for place, axes in enumerate(panels.flat):
         if place >= len(points):
             axes.set_visible(False)
@@ -73,18 +95,35 @@ def _curves(study: Study, lines: Sequence[Line], metric: Metric, part: str) -> A
             low = [metric.scale * (mean - spread) for mean, spread in zip(means, spreads, strict=True)]
             high = [metric.scale * (mean + spread) for mean, spread in zip(means, spreads, strict=True)]
             marker = "o" if len(rounds) < 8 else None
+            across = _sent(study, lines, points[place], arm, rounds) if by_bytes else rounds
+            if not across:
+                continue
             axes.plot(
-                rounds, middle, color=looks[arm].color, linestyle=looks[arm].dash, linewidth=1.6, marker=marker,
+                across, middle, color=looks[arm].color, linestyle=looks[arm].dash, linewidth=1.6, marker=marker,
                 markersize=3,
             )  # fmt: skip
-            axes.fill_between(rounds, low, high, color=looks[arm].color, alpha=0.15, linewidth=0)
-        style_axes(axes, "round" if place >= len(points) - columns else "", "")
+            axes.fill_between(across, low, high, color=looks[arm].color, alpha=0.15, linewidth=0)
+        title = "MB sent and received" if by_bytes else "round"
+        style_axes(axes, title if place >= len(points) - columns else "", "")
         if place % columns == 0:
             axes.set_ylabel(metric.title_with_unit, fontsize=9, color=INK)
-        whole_rounds(axes)
+        if by_bytes:
+            axes.set_xscale("log")
+        else:
+            whole_rounds(axes)
         title = ", ".join(f"{axis.split('.')[-1]} = {value}" for axis, value in points[place].items())
         axes.set_title(shorten(title, 44), fontsize=9, color=INK, loc="left")
-    legend(figure, named)
+    figure.legend(
+        handles=[
+            Line2D([], [], color=look.color, linestyle=look.dash, linewidth=2, label=" " + shorten(arm, 28))
+            for arm, look in looks.items()
+        ],
+        loc="outside right upper",
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=INK,
+        handlelength=2.4,
+    )
     return figure
 
 
@@ -120,7 +159,7 @@ def _maps(study: Study, lines: Sequence[Line], metric: Metric, part: str) -> Any
     wide = max(2.4, 0.85 * len(across) + 1.2)
     figure = new_figure(wide * columns + 1.4, (0.5 * len(up) + 1.1) * rows + 0.3)
     panels = figure.subplots(rows, columns, squeeze=False)
-    image = None
+    image: Any = None
     for place, axes in enumerate(panels.flat):
         if place >= len(grids):
             axes.set_visible(False)

@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 from playing.lines import Line
 from playing.study import Planned
@@ -54,29 +53,29 @@ class Lengths:
     """How long runs take, learned from those that have finished.
 
     Attributes:
-        earlier: The seconds of runs of earlier calls, by (study, kind, arm) and by (study, kind).
+        earlier: The seconds of runs of earlier calls, by (study, arm) and by (study,).
         seconds: The same for runs of this call, which count more: the machine and its load may be others.
     """
 
     earlier: dict[tuple[str, ...], list[float]] = field(default_factory=dict)
     seconds: dict[tuple[str, ...], list[float]] = field(default_factory=dict)
 
-    def add(self, line: Mapping[str, Any], seconds: float, earlier: bool = False) -> None:
-        """Learn from a finished run."""
-        for key in self._keys(line["study"], line["kind"], line["arm"]):
+    def add(self, study: Path, arm: str, seconds: float, earlier: bool = False) -> None:
+        """Learn from a finished run of a study's file."""
+        for key in self._keys(study, arm):
             (self.earlier if earlier else self.seconds).setdefault(key, []).append(seconds)
 
     def expected(self, planned: Planned) -> float | None:
         """Return the longest of the last five runs of the arm, else of the study; None if none has finished."""
-        for key in self._keys(planned.study, planned.kind, planned.arm):
+        for key in self._keys(planned.file, planned.arm):
             for known in (self.seconds, self.earlier):
                 if key in known:
                     return max(known[key][-5:])
         return None
 
     @staticmethod
-    def _keys(study: str, kind: str, arm: str) -> tuple[tuple[str, ...], ...]:
-        return (study, kind, arm), (study, kind)
+    def _keys(study: Path, arm: str) -> tuple[tuple[str, ...], ...]:
+        return (str(study), arm), (str(study),)
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def play_all(
         deadline: The `time.monotonic()` at which what still runs is killed. Before, no run is started that is not
             expected to end in time.
         lengths: What is known of the length of runs. It learns from those that end.
-        tries: By key of a run, how often it has failed in earlier calls.
+        tries: By name of a run, how often it has failed in earlier calls.
         play: Plays one run, in a process; a function at the top level of a module.
     """
     lengths = Lengths() if lengths is None else lengths
@@ -165,7 +164,7 @@ def play_all(
                     idle = Worker(play, work, threads, commit)
                     workers.append(idle)
                 waiting.remove(chosen)
-                idle.begin(chosen, again=failed.get(chosen.key, 0) > 0)
+                idle.begin(chosen, again=failed.get(chosen.name, 0) > 0)
             busy = [worker for worker in workers if worker.planned is not None]
             left = None if deadline is None else deadline - time.monotonic()
             if not busy:
@@ -177,14 +176,14 @@ def play_all(
                 answer, run = worker.result(), worker.planned
                 worker.planned = None
                 if answer.line is not None:
-                    lengths.add(answer.line, answer.line["seconds"])  # without the start of the process
+                    lengths.add(run.file, run.arm, answer.line["seconds"])  # without the start of the process
                     yield Ended(run, answer.line)
                     continue
                 if answer.spoiled:
                     worker.stop()
                     workers.remove(worker)
-                failed[run.key] = failed.get(run.key, 0) + 1
-                last = failed[run.key] >= TRIES
+                failed[run.name] = failed.get(run.name, 0) + 1
+                last = failed[run.name] >= TRIES
                 if not last:
                     waiting.append(run)
                 yield Ended(run, None, answer.error, answer.trace, last)

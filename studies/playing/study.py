@@ -137,6 +137,7 @@ class Planned:
 
     Attributes:
         study: Name of the study.
+        file: File of the study. Two studies in different folders may have the same name.
         kind: "tune" or "run".
         arm: Name of the arm.
         point: The point of the axes.
@@ -153,6 +154,7 @@ class Planned:
     """
 
     study: str
+    file: Path
     kind: Kind
     arm: str
     point: Point
@@ -181,8 +183,13 @@ class Planned:
 
     @property
     def key(self) -> str:
-        """`identity` as a text."""
+        """What tells this run from the others of its study, as a text."""
         return key_of(self.identity)
+
+    @property
+    def name(self) -> str:
+        """What tells this run from all others, also those of other studies."""
+        return f"{self.file} {self.key} {self.digest}"
 
     @property
     def title(self) -> str:
@@ -193,8 +200,8 @@ class Planned:
 
 
 def key_of(line: Mapping[str, Any]) -> str:
-    """Return the text that identifies the run of a line."""
-    names = ["study", "kind", "arm", "point", "seed", *(["chosen"] if line["kind"] == "tune" else [])]
+    """Return the text that identifies the run of a line within its study."""
+    names = ["kind", "arm", "point", "seed", *(["chosen"] if line["kind"] == "tune" else [])]
     return json.dumps({name: line[name] for name in names}, sort_keys=True)
 
 
@@ -407,7 +414,21 @@ def plan_run(
     folder = study.config.parent.resolve()
     score, on, record = study.score, study.on, study.record
     return Planned(
-        study.name, kind, arm.name, point, seed, chosen, raw, folder, digest(raw), score, on, record, disclosed, edge
+        study.name,
+        study.file,
+        kind,
+        arm.name,
+        point,
+        seed,
+        chosen,
+        raw,
+        folder,
+        digest(raw),
+        score,
+        on,
+        record,
+        disclosed,
+        edge,
     )
 
 

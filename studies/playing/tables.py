@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from partita.report.comparison import Difference
 from partita.report.metric import Metric, metric_named
-from partita.report.tables import corrected, paired_difference
+from partita.report.tables import holm
 from playing.choice import tail
 from playing.lines import Line
 from playing.study import Point, Study
 
 MISSING = "–"
+LAST = "last round"  # title of a column
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,36 @@ def summarize(
         for arm, row in rows.items()
         if arm != study.baseline
     }
-    differences = corrected(differences)
-    return [Row(**{**vars(row), "difference": differences.get(arm)}) for arm, row in rows.items()]
+    tested = {arm: each.p for arm, each in differences.items() if each.p is not None}
+    by_holm = dict(zip(tested, holm(list(tested.values())), strict=True))
+    differences = {arm: replace(each, p_holm=by_holm.get(arm)) for arm, each in differences.items()}
+    return [replace(row, difference=differences.get(arm)) for arm, row in rows.items()]
+
+
+def paired_difference(pairs: Sequence[tuple[float, float]]) -> Difference:
+    """Return the mean difference of pairs (before, after), with Student's 95% interval and the p of a paired t test.
+
+    Args:
+        pairs: One pair per seed. With fewer than two, nothing but their number is known.
+    """
+    gaps = [after - before for before, after in pairs]
+    if len(gaps) < 2:
+        return Difference(len(gaps))
+    if max(gaps) - min(gaps) < 1e-12:  # a t test would only measure rounding
+        return Difference(len(gaps), statistics.fmean(gaps))
+    from scipy import stats
+
+    test = stats.ttest_rel([after for _, after in pairs], [before for before, _ in pairs])
+    low, high = test.confidence_interval(0.95)
+    return Difference(len(gaps), statistics.fmean(gaps), float(low), float(high), float(test.pvalue))
 
 
 def _row(arm: str, lines: Sequence[Line], metric: Metric, part: str, last: int) -> Row:
     tails = {line["seed"]: tail(line, metric.name, part, last) for line in sorted(lines, key=lambda line: line["seed"])}
     known = {seed: values for seed, values in tails.items() if values}
+    # Old lines may hold one mean over several last rounds in place of single rounds.
+    single = {seed: values for seed, values in known.items() if not any(line.get("averaged") for line in lines)}
+    scored = [line["seed"] for line in lines if "diverged" in line or (line.get(part) or {}).get(metric.name)]
     kept = [line for line in lines if line["seed"] in known]
     worse = min if metric.higher_is_better else max
     clients = {
@@ -94,7 +118,7 @@ def _row(arm: str, lines: Sequence[Line], metric: Metric, part: str, last: int) 
     return Row(
         arm,
         {seed: statistics.fmean(values) for seed, values in known.items()},
-        {seed: values[-1] for seed, values in known.items()},
+        {seed: values[-1] for seed, values in single.items()},
         {seed: statistics.stdev(values) for seed, values in known.items() if len(values) > 1},
         clients,
         {line["seed"]: sum(map(sum, line["bytes"].values())) / 1e6 for line in kept if line.get("bytes")},
@@ -102,7 +126,7 @@ def _row(arm: str, lines: Sequence[Line], metric: Metric, part: str, last: int) 
         max(costs, default=None),
         lines[0].get("chosen") or {},
         tuple(lines[0].get("edge") or ()),
-        tuple(seed for seed in tails if seed not in known),
+        tuple(seed for seed in tails if seed not in known and seed in scored),
     )
 
 
@@ -138,11 +162,14 @@ def table(study: Study, rows: Sequence[Row], metric: Metric) -> str:
     """Return the table of one point, with footnotes."""
     private = any(row.epsilon is not None for row in rows)
     tuned = any(row.chosen for row in rows)
-    head = ["", f"{metric.title_with_unit}", "last round", "sd in the last rounds", "worst client"]
+    head = ["", metric.title_with_unit, LAST, "sd in the last rounds", "worst client"]
     head += [f"to `{study.baseline}`", "p", "p (Holm)", "MB", "s"]
     head += [*(["epsilon"] if private else []), *(["chosen"] if tuned else [])]
-    lines, notes = [head, ["---", *["--:"] * (len(head) - 1)]], []
+    lines, notes = [head], []
     for row in rows:
+        if not row.means and not row.lost:
+            notes.append(f"`{row.arm}` has no scores of this kind.")
+            continue
         mark = ""
         for key in row.edge:
             mark += "\\*"
@@ -169,8 +196,40 @@ def table(study: Study, rows: Sequence[Row], metric: Metric) -> str:
         cells += [", ".join(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
                             for key, value in row.chosen.items()) or MISSING] if tuned else []  # fmt: skip
         lines.append(cells)
+    # A column that says nothing is left out, and so is a last round that is all that counts.
+    kept = [
+        place
+        for place, title in enumerate(head)
+        if not place or (any(line[place] != MISSING for line in lines[1:]) and not (title == LAST and study.last == 1))
+    ]
+    lines = [[line[place] for place in kept] for line in lines]
+    lines.insert(1, ["---", *["--:"] * (len(kept) - 1)])
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return "\n\n".join([text, *(["\n".join(f"- {note}" for note in notes)] if notes else [])])
+
+
+def matrix(study: Study, lines: Sequence[Line], score: str | None = None, on: str | None = None) -> str:
+    """Return one table of all arms by all points: mean ± standard deviation over seeds.
+
+    Args:
+        study: The study.
+        lines: The lines of its runs.
+        score: Another metric than the study's.
+        on: Another part than the study's.
+    """
+    metric, points = metric_named(score or study.score), study.points()
+    titles = [", ".join(str(value) for value in point.values()) or metric.title_with_unit for point in points]
+    columns = [{row.arm: row for row in summarize(study, lines, point, score, on)} for point in points]
+    text = [["", *titles], ["---", *["--:"] * len(titles)]]
+    for arm in study.arms:
+        cells = []
+        for rows in columns:
+            row = rows.get(arm)
+            lost = f" ({len(row.lost)} not finite)" if row and row.lost else ""
+            cells.append(f"{spread(row.means.values(), metric) if row else MISSING}{lost}")
+        if any(arm in rows for rows in columns):
+            text.append([f"`{arm}`", *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in text) + "\n"
 
 
 def spread(values: Iterable[float], metric: Metric) -> str:

@@ -9,15 +9,18 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from playing.lines import Line
 from playing.study import Planned, StudyError
 
+if TYPE_CHECKING:
+    from partita.experiment.config import Config
+
 Row = Mapping[str, Any]
 
 
-def configured(planned: Planned, threads: int | None = None) -> Any:
+def configured(planned: Planned, threads: int | None = None) -> Config:
     """Return the validated config of a run. A run that tunes is scored on validation and never reads a test set.
 
     Args:
@@ -31,16 +34,39 @@ def configured(planned: Planned, threads: int | None = None) -> Any:
 
     from partita.experiment.config import parse
     from partita.experiment.config_code import anchored
-    from partita.experiment.tuning import check_validation, without_test
 
     raw = dict(planned.raw)
     # Only a run that is interrupted needs checkpoints before its last round, and they are large.
     raw.setdefault("checkpoint", {"every": raw.get("rounds", 20)})
     config = parse(anchored(raw, planned.folder))
     if planned.kind == "tune":
-        check_validation(config, planned.disclose_validation)
-        config = without_test(config, planned.score, planned.disclose_validation)
+        config = _without_test(config, planned)
     return replace(config, engine=replace(config.engine, threads=config.engine.threads or threads))
+
+
+def _without_test(config: Config, planned: Planned) -> Config:
+    from dataclasses import replace
+
+    if not config.split["validation"]:
+        raise StudyError("split.validation is 0, so no client has validation examples to tune on; set it in the config")
+    if config.privacy and not planned.disclose_validation:
+        raise StudyError(
+            "tuning reads exact scores on the clients' validation examples, which the guarantee of [privacy] does not "
+            "cover; tune on public data of the same kind, or accept that with disclose_validation = true in [tune]"
+        )
+    evaluate = replace(
+        config.evaluate,
+        every=0,
+        personal_every=0,
+        samples=0,
+        subgroups=None,
+        subgroup_min=None,
+        validation_every=config.validation_every or 1,
+        validation_metric=planned.score,
+    )
+    return replace(
+        config, evaluate=evaluate, privacy=config.privacy and replace(config.privacy, disclose_validation=True)
+    )
 
 
 def play(planned: Planned, work: Path, threads: int, commit: str | None, again: bool = False) -> Line:
@@ -57,7 +83,7 @@ def play(planned: Planned, work: Path, threads: int, commit: str | None, again: 
     from partita.experiment.runner import start_or_resume
     from partita.storage.atomic_files import read_json
 
-    folder = work / hashlib.blake2b(f"{planned.key}{planned.digest}".encode(), digest_size=8).hexdigest()
+    folder = work / hashlib.blake2b(planned.name.encode(), digest_size=8).hexdigest()
     if again:
         shutil.rmtree(folder, ignore_errors=True)
     config = configured(planned, threads)

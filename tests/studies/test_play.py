@@ -12,25 +12,30 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
+from playing import work
+from playing.choice import Asked, plan
+from playing.study import read_study
 from study_fixtures import write_study
 
 ROOT = Path(__file__).parents[2]
-ABSENT = ("dp_accounting", "flwr", "matplotlib", "opacus", "optuna", "pandas", "peft")
+ABSENT = ("datasets", "dp_accounting", "flwr", "matplotlib", "opacus", "optuna", "pandas", "peft", "rich", "typer")
 # Python imports this file at its start, also in spawned processes. The package counts as not installed.
 WITHOUT = f"""
 import importlib.metadata, sys
 
-class Absent:
+class Finder:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {ABSENT!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        return None if name.split(".")[0] in {ABSENT!r} else self.finder.find_spec(name, path, target)
 
-sys.meta_path.insert(0, Absent())
+sys.meta_path[:] = map(Finder, sys.meta_path)
 found = importlib.metadata.version
 
 def version(name):
-    if name == "partita":
+    if name in {("partita", *ABSENT)!r}:
         raise importlib.metadata.PackageNotFoundError(name)
     return found(name)
 
@@ -55,77 +60,55 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def results(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the lines by arm and seed without what depends on the clock."""
-    found = {}
-    for line in lines(file):
-        kept = {key: value for key, value in line.items() if key not in ("seconds", "round_seconds")}
-        assert (line["arm"], line["seed"]) not in found, "a run was played twice"
-        found[line["arm"], line["seed"]] = kept
-    return found
+def result(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line without what depends on the clock and the checkout."""
+    return {key: value for key, value in line.items() if key not in ("commit", "round_seconds", "seconds")}
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
-    """Play the study without interruption, and without packages that a rented machine may lack."""
-    folder, absent = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("absent")
-    write_study(folder)
+def test_a_study_is_killed_and_resumed_while_one_arm_fails(tmp_path: Path) -> None:
+    """Two processes play it without packages that a rented machine may lack. The lines are those of single runs."""
+    folder, absent = tmp_path / "study", tmp_path / "absent"
+    study = read_study(write_study(folder))
+    absent.mkdir()
     (absent / "sitecustomize.py").write_text(WITHOUT)
-    process = play(folder, "run", "small.toml", "--jobs", "2", "--archive", "out/all.tar.gz", without=absent)
-    output, _ = process.communicate(timeout=300)
-    return folder, output, process.returncode
+    file, words = folder / "small.jsonl", ("run", "small.toml", "--jobs", "2", "--archive", "out/all.tar.gz")
+    with play(folder, *words, without=absent) as process:
+        waited = time.monotonic()
+        while not file.exists() or not file.read_text().count("\n"):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() - waited < 600
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    before = file.read_text()
+    assert 0 < before.count("\n") < 6
+    with file.open("a") as stream:
+        stream.write('{"study": "small", "ki')  # a line that was cut off
+    with play(folder, *words, without=absent) as again:
+        output, _ = again.communicate(timeout=600)
+
+    assert again.returncode == 1, output
+    assert file.read_text().startswith(before), "finished runs are not played again"
+    found = {(line["arm"], line["seed"]): result(line) for line in lines(file)}
+    assert len(found) == len(lines(file)) == 6
+    good = plan(study, "run", Asked(arms=["fedavg", "fedprox 0.1"]), [])
+    alone = {(run.arm, run.seed): result(work.play(run, tmp_path / "alone", 1, None)) for run in good}
+    assert found == alone
+    check_failures(folder)
+    check_archive(folder)
 
 
-def test_a_failing_arm_does_not_stop_the_others(whole: tuple[Path, str, int]) -> None:
-    folder, output, code = whole
-    assert code == 1, output
-    arms = ("fedavg", "fedprox 0.1")
-    assert set(results(folder / "small.jsonl")) == {(arm, seed) for arm in arms for seed in range(3)}
+def check_failures(folder: Path) -> None:
     failed = lines(folder / "small.failed.jsonl")
-    assert len(failed) == 6, "three runs, each tried twice"
-    assert {line["arm"] for line in failed} == {"broken"}
+    assert sorted((line["arm"], line["seed"]) for line in failed) == [("broken", seed) for seed in (0, 0, 1, 1, 2, 2)]
     assert "patch" in failed[0]["error"]
     assert "Traceback" in failed[0]["trace"]
-    assert not list((folder / "runs" / "studies").glob("*/checkpoints")), "folders of finished runs are deleted"
+    left = [path.name for path in (folder / "runs" / "studies").glob("*/result.json")]
+    assert not left, "folders of finished runs are deleted"
 
 
-def test_lines_and_logs_are_in_one_archive(whole: tuple[Path, str, int]) -> None:
-    folder, _, _ = whole
+def check_archive(folder: Path) -> None:
     with tarfile.open(folder / "out" / "all.tar.gz") as archive:
         assert set(archive.getnames()) == {"small.jsonl", "small.failed.jsonl", "small.log"}
         stored = archive.extractfile("small.jsonl")
         assert stored is not None
         assert stored.read() == (folder / "small.jsonl").read_bytes()
-
-
-def test_a_line_says_what_was_run(whole: tuple[Path, str, int]) -> None:
-    folder, _, _ = whole
-    line = results(folder / "small.jsonl")["fedprox 0.1", 2]
-    assert (line["study"], line["kind"], line["point"], line["chosen"]) == ("small", "run", {}, {})
-    assert line["test"]["rounds"] == [1, 2, 3]
-    assert len(line["test"]["accuracy"]) == len(line["test"]["loss"]) == len(line["bytes"]["up"]) == 3
-    assert set(line["personal"]["clients"]["accuracy"]) == {"c0", "c1", "c2"}
-    assert len(line["digest"]) == 16
-
-
-def test_a_killed_call_resumes_to_the_same_lines(whole: tuple[Path, str, int], tmp_path: Path) -> None:
-    folder, _, _ = whole
-    write_study(tmp_path)
-    file = tmp_path / "small.jsonl"
-    process = play(tmp_path, "run", "small.toml", "--jobs", "2", "--arms", "fedavg,fedprox 0.1")
-    waited = time.monotonic()
-    while not file.exists() or not file.read_text().count("\n"):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() - waited < 300
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    before = len(lines(file))
-    assert 0 < before < 6
-    with file.open("a") as stream:
-        stream.write('{"study": "small", "ki')  # what a write that was cut off leaves
-    again = play(tmp_path, "run", "small.toml", "--arms", "fedavg,fedprox 0.1")
-    output, _ = again.communicate(timeout=300)
-    assert again.returncode == 0, output
-    assert output.count(" small run: ") == 6 - before, "finished runs are not played again"
-    assert results(file) == results(folder / "small.jsonl")

@@ -12,9 +12,11 @@ from playing.queue import Ended, Lengths, play_all
 from playing.study import Planned
 from study_fixtures import stand_in
 
+STUDY = Path("small.toml")
+
 
 def planned(arm: str, seed: int = 0) -> Planned:
-    return Planned("small", "run", arm, {}, seed, {}, {}, Path(), "0", "accuracy", "test")
+    return Planned("small", STUDY, "run", arm, {}, seed, {}, {}, Path(), "0", "accuracy", "test")
 
 
 def play(runs: list[Planned], work: Path, jobs: int = 1, **options: object) -> list[Ended]:
@@ -41,7 +43,7 @@ def test_failures_are_tried_once_more_and_the_others_go_on(tmp_path: Path) -> No
 
 
 def test_a_run_that_failed_in_an_earlier_call_has_one_try_left(tmp_path: Path) -> None:
-    ended = play([planned("fails")], tmp_path, tries={planned("fails").key: 1})
+    ended = play([planned("fails")], tmp_path, tries={planned("fails").name: 1})
     assert [each.last for each in ended] == [True]
 
 
@@ -74,8 +76,8 @@ def test_a_running_process_is_killed_at_the_limit(tmp_path: Path) -> None:
 
 def test_no_run_starts_that_would_not_end_in_time(tmp_path: Path) -> None:
     lengths = Lengths()
-    lengths.add(planned("slow").identity, 1000.0, earlier=True)
-    lengths.add(planned("a").identity, 0.5, earlier=True)
+    lengths.add(STUDY, "slow", 1000.0, earlier=True)
+    lengths.add(STUDY, "a", 0.5, earlier=True)
     deadline = time.monotonic() + 100
     ended = play([planned("slow"), planned("a")], tmp_path, deadline=deadline, lengths=lengths)
     assert [each.planned.arm for each in ended] == ["a"]
@@ -85,9 +87,9 @@ def test_no_run_starts_that_would_not_end_in_time(tmp_path: Path) -> None:
 def test_lengths_of_this_call_count_more_than_earlier_ones() -> None:
     lengths = Lengths()
     assert lengths.expected(planned("a")) is None
-    lengths.add(planned("b").identity, 7.0, earlier=True)
+    lengths.add(STUDY, "b", 7.0, earlier=True)
     assert lengths.expected(planned("a")) == 7.0, "another arm of the study is the next best guess"
-    lengths.add(planned("a").identity, 100.0, earlier=True)
-    lengths.add(planned("a").identity, 3.0)
-    lengths.add(planned("a").identity, 2.0)
+    lengths.add(STUDY, "a", 100.0, earlier=True)
+    lengths.add(STUDY, "a", 3.0)
+    lengths.add(STUDY, "a", 2.0)
     assert lengths.expected(planned("a")) == 3.0

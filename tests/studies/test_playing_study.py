@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from play import _arm_names
 from playing.choice import Asked, choose, left_to_play, plan
 from playing.lines import LinesError, append_line, only_writer, read_lines
 from playing.study import Study, StudyError, read_study
@@ -245,3 +246,17 @@ def test_lines_hold_what_tables_need() -> None:
     assert (line["layers"], line["lost"]) == ([{"c0": [1]}, {"c0": [2]}, {"c0": [1]}], [0, 1, 0])
     assert line["drift"] == [None, None, None]
     json.dumps(line)
+
+
+def test_arms_can_be_asked_for_by_names_with_commas(tmp_path: Path) -> None:
+    study = read_study(write_study(tmp_path, STUDY + '[arms."random, common"]\n'))
+    assert _arm_names(["random, common", "fedavg,broken"], [study]) == {"random, common", "fedavg", "broken"}
+    assert _arm_names([], [study]) == set()
+    with pytest.raises(StudyError, match="no arm 'fedsgd'"):
+        _arm_names(["fedsgd"], [study])
+
+
+def test_studies_of_the_same_name_do_not_share_runs(tmp_path: Path) -> None:
+    one, other = (read_study(write_study(tmp_path / name)) for name in "ab")
+    names = {run.name for study in (one, other) for run in plan(study, "run", Asked(), [])}
+    assert len(names) == 2 * 9

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from playing.plots import curves, differences, plot
+from playing.plots import curves, differences, megabytes, plot
 from playing.study import Study, read_study
 from playing.tables import summarize, tables
 from scipy import stats
@@ -158,11 +158,11 @@ def test_a_map_hatches_what_is_not_sure(study: Study, lines: list[dict[str, Any]
         if line["arm"] == "broken" and line["point"]["split.alpha"] == 0.1:
             line["test"]["accuracy"] = [0.99] * ROUNDS
     files = plot(study, lines)
-    assert [file.name for file in files] == ["small.svg", "small-map.svg"]
+    assert [file.name for file in files] == ["small.svg", "small-bytes.svg", "small-map.svg"]
     known = differences(study, lines, "accuracy", "test")
     assert len(known) == 4
     unsure = sum((each.low or 0) <= 0 <= (each.high or 0) for each in known.values())
-    drawn = files[1].read_text()
+    drawn = files[2].read_text()
     assert 0 < unsure < 4
     assert len(re.findall(r'style="fill: url\(#', drawn)) == unsure
 
@@ -173,4 +173,10 @@ def test_two_axes_make_a_map_for_each_arm(tmp_path: Path) -> None:
     draw = random.Random(2)
     lines = [a_line(arm, seed, point, draw) for seed in study.seeds for point in study.points() for arm in ARMS]
     assert len(differences(study, lines, "accuracy", "test")) == 2 * 2 * 3
-    assert len(plot(study, lines)) == 2
+    assert len(plot(study, lines)) == 3
+
+
+def test_bytes_add_up_over_rounds_and_directions() -> None:
+    assert megabytes({"bytes": {"up": [10**6, 0], "down": [2 * 10**6, 10**6]}}) == [3.0, 4.0]
+    assert megabytes({"bytes": {"both": [0, 0]}}) == []
+    assert megabytes({}) == []

@@ -158,7 +158,7 @@ def plan_tuning(config: Path, changes: Sequence[str], options: Options, out: Pat
         folder = out / TRIALS / label_folder(default.label)
         if any(study.folder == folder for study in studies):
             raise ConfigError(f"two of --methods '{options.methods}' would share the folder {folder}; remove one")
-        check_validation(default, options.disclose_validation)
+        _check_validation(default, options)
         study = Study(spec, config, tuple(changes), options, (), default, folder)
         own = tuple(checked(space, study.load, default.label) for space in spaces_of(spec, spaces))
         studies.append(replace(study, spaces=own))
@@ -201,7 +201,7 @@ def tune_method(study: Study, threads: int | None = None) -> None:
         threads: Number of torch threads, if the config does not set it.
     """
     done = study.trials()
-    tuned = without_test(study.default, study.options.metric, study.options.disclose_validation)
+    tuned = _without_test(study.default, study.options)
     # The direction of the metric is that of the task, which must be loaded for it. Errors in the config show here.
     metric = validation_metric(tuned, build(replace(tuned, seed=tuned.seed + FIRST_SEED)).evaluator)
     while not _ended(study, done):
@@ -309,20 +309,13 @@ def _rows(config: Config, folder: Path) -> Iterator[Row]:
 
 
 def _trial_config(study: Study, trial: Trial, place: int, threads: int | None) -> Config:
-    options = study.options
-    config = without_test(study.load(_changed(study, trial)), options.metric, options.disclose_validation)
+    config = _without_test(study.load(_changed(study, trial)), study.options)
     engine = replace(config.engine, threads=config.engine.threads or threads)
     return replace(config, seed=study.default.seed + FIRST_SEED + place, engine=engine)
 
 
-def without_test(config: Config, metric: str | None = None, disclose_validation: bool = False) -> Config:
-    """Return a config that is scored on validation and never touches a test set.
-
-    Args:
-        config: The config.
-        metric: The metric on validation. Default: the config's own.
-        disclose_validation: Whether a private run may report exact scores on validation.
-    """
+def _without_test(config: Config, options: Options) -> Config:
+    """Return a config that is scored on validation and never touches a test set."""
     evaluate = replace(
         config.evaluate,
         every=0,
@@ -331,29 +324,20 @@ def without_test(config: Config, metric: str | None = None, disclose_validation:
         subgroups=None,
         subgroup_min=None,
         validation_every=config.validation_every or 1,
-        validation_metric=metric or config.evaluate.validation_metric,
+        validation_metric=options.metric or config.evaluate.validation_metric,
     )
-    privacy = config.privacy and replace(config.privacy, disclose_validation=disclose_validation)
+    privacy = config.privacy and replace(config.privacy, disclose_validation=options.disclose_validation)
     return replace(config, evaluate=evaluate, privacy=privacy)
 
 
-def check_validation(config: Config, disclose_validation: bool = False) -> None:
-    """Check that a config can be scored on validation.
-
-    Args:
-        config: The config.
-        disclose_validation: Whether the user accepts that a private run reports exact scores on validation.
-
-    Raises:
-        OptionError: If it holds out no validation examples, or is private and may not report scores on them.
-    """
-    if config.privacy and (config.privacy.unit == "client" or not disclose_validation):
+def _check_validation(config: Config, options: Options) -> None:
+    if config.privacy and (config.privacy.unit == "client" or not options.disclose_validation):
         accept = "" if config.privacy.unit == "client" else ", or accept that with --disclose-validation"
         raise OptionError(
             "tuning reads exact scores on the clients' validation examples, which the guarantee of [privacy] does not "
             f"cover; tune on public data of the same kind{accept}"
         )
-    if disclose_validation and not config.privacy:
+    if options.disclose_validation and not config.privacy:
         raise OptionError("--disclose-validation is for a config with a table [privacy]; leave it out")
     if not config.split["validation"]:
         raise OptionError(

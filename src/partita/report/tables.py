@@ -57,7 +57,7 @@ def compare(records: Sequence[RunRecord], target: float | None = None, metric: s
         target = worse_share(chosen, reference) * reference
     differences = {label: _difference(groups[first], runs, metric) for label, runs in groups.items() if label != first}
     if len(groups) > 2:
-        differences = corrected(differences)
+        differences = _corrected(differences)
     own = tuple(dict.fromkeys(metric for record in records for metric in record.own_metrics))
     gained, recorded = gains(groups, chosen), recorded_metrics(records)
     lines = tuple(
@@ -218,18 +218,7 @@ def _comparable(one: RunRecord, other: RunRecord, metric: str) -> bool:
 
 
 def _difference(first: list[RunRecord], runs: list[RunRecord], metric: str) -> Difference:
-    return paired_difference(_pairs(first, runs, metric))
-
-
-def paired_difference(pairs: Sequence[tuple[float, float]]) -> Difference:
-    """Return the mean difference of pairs (before, after), with Student's 95% interval and the p of a paired t test.
-
-    Args:
-        pairs: One pair per seed. With fewer than two, nothing but their number is known.
-
-    Raises:
-        ReportError: If scipy is not installed.
-    """
+    pairs = _pairs(first, runs, metric)
     if len(pairs) < 2:
         return Difference(len(pairs))
     gaps = [after - before for before, after in pairs]
@@ -245,8 +234,7 @@ def paired_difference(pairs: Sequence[tuple[float, float]]) -> Difference:
     return Difference(len(pairs), statistics.fmean(gaps), float(interval.low), float(interval.high), float(test.pvalue))
 
 
-def corrected(differences: Mapping[str, Difference]) -> dict[str, Difference]:
-    """Return the differences of one table with p-values corrected by Holm's method."""
+def _corrected(differences: dict[str, Difference]) -> dict[str, Difference]:
     tests = {label: difference.p for label, difference in differences.items() if difference.p is not None}
     by_holm = dict(zip(tests, holm(list(tests.values())), strict=True))
     return {label: replace(difference, p_holm=by_holm.get(label)) for label, difference in differences.items()}
