@@ -1,6 +1,6 @@
-"""Rank the layers of a model on public text, for `select = "static"` with these `layers`: such a choice costs no privacy.
+"""Rank the layers of a model on public text, for `select = "static"`: a choice made there costs no privacy.
 
-    PYTHONPATH=src python studies/safl2/rank_layers.py studies/safl2/ohsumed.toml --data FOLDER --tokens cls \
+    PYTHONPATH=src python studies/safl2/rank_layers.py studies/safl2/config-pairs.toml --data FOLDER --tokens cls \
         --set model.path=FOLDER
 
 The config says how texts are read and which model is used. `--data` names other texts in the same form, which no client
@@ -25,9 +25,7 @@ from partita.models.adapter import FunctionalModel
 BATCH = 32
 
 
-def layer_scores(
-    model: FunctionalModel, examples: Examples, tokens: TokenChoice, count: int
-) -> dict[str, float]:
+def layer_scores(model: FunctionalModel, examples: Examples, tokens: TokenChoice, count: int) -> dict[str, float]:
     """Return the mean score of each layer over `count` examples, drawn without replacement.
 
     Args:
