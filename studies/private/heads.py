@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from playing.choice import Asked, left_to_play, plan, read_runs
 from playing.lines import append_line, only_writer
-from playing.study import read_study
+from playing.study import Planned, read_study
 from playing.work import play
 
 from partita import data
@@ -93,6 +93,18 @@ def keep_data() -> None:
     data.load = kept
 
 
+def _line(run: Planned, work: Path) -> dict[str, Any]:
+    """Play a run. An update so long that the server refuses it is a result: this rate does not train."""
+    try:
+        return play(run, work, 1, None)
+    except RuntimeError as error:
+        if "implausible" not in str(error):
+            raise
+        empty = {"bytes": {"up": [], "down": []}, "train_loss": [], "round_seconds": [], "seconds": 0.0}
+        about = {"chosen": dict(run.chosen), "edge": list(run.edge), "digest": run.digest, "commit": None}
+        return {**run.identity, **about, "device": "cpu", "score": run.score, "diverged": str(error), **empty}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("tune", "run"))
@@ -109,11 +121,12 @@ def main() -> None:
     runs = left_to_play(study, plan(study, given.kind, asked, read_runs(study, "tune")), read_runs(study, given.kind))
     with only_writer(study.file), tempfile.TemporaryDirectory() as work:
         for number, run in enumerate(runs, 1):
-            line = play(run, Path(work), 1, None)
+            line = _line(run, Path(work))
             append_line(study.output(given.kind), line)
             kept.save()
-            part = line["validation" if given.kind == "tune" else "test"]
-            print(f"{number}/{len(runs)} {run.title}: {part[study.score][-1]:.4f} in {line['seconds']} s", flush=True)
+            part = line.get("validation" if given.kind == "tune" else "test")
+            score = f"{part[study.score][-1]:.4f} in {line['seconds']} s" if part else line["diverged"]
+            print(f"{number}/{len(runs)} {run.title}: {score}", flush=True)
 
 
 if __name__ == "__main__":
