@@ -446,6 +446,19 @@ def test_quantized_bases_are_not_merged(tmp_path: Path) -> None:
     assert export_model(recorded, tmp_path / "exported").form == "adapter"
 
 
+def test_mean_pooling_trains_on_cached_layers_and_is_not_exported(tmp_path: Path) -> None:
+    raw = RUNS["text"](tmp_path)
+    raw["model"] |= {"frozen": ["base"], "pooling": "mean"}
+    options: Raw = {"training": {"steps": 2, "dropout": False}}
+    recorded = recorded_run(tmp_path / "run", raw, engine={"cache_frozen": True}, **options)
+    assert recorded.params().keys() == {"classifier.weight", "classifier.bias"}
+    plainly = recorded_run(tmp_path / "plain", raw, **options)
+    assert max_difference(recorded.params(), plainly.params()) < CLOSE
+    with pytest.raises(ExportError, match=r"reads the mean of all tokens \(model\.pooling\).*'partita predict'"):
+        export_model(recorded, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
 # ---- the command
 
 

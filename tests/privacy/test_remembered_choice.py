@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import dp_accounting
 import pytest
+import torch
 from dp_accounting import pld
 from helpers import Clients, play, toy_run
 from torch import Tensor
 
 from partita.core.client import ClientState
 from partita.core.data import Batch, Population
-from partita.core.method import PrivacyRelease
+from partita.core.method import Context, PrivacyRelease
 from partita.core.model import TokenChoice, layer_tag
+from partita.core.plan import RoundInfo, share_everything
+from partita.core.rng import Key
 from partita.core.rounds import initial_server
 from partita.core.settings import Run
 from partita.core.tensors import Tensors
 from partita.methods.safl import safl
-from partita.methods.selectors import Random, TopLayers, spread_evenly
+from partita.methods.selectors import ROUND, Random, TopLayers, spread_evenly
 from partita.privacy.accountant import INTERVAL
 from partita.privacy.guard import PrivacyConfig, PrivacyGuard, make_private
 from partita.privacy.mechanism_choice import check_choice
@@ -133,6 +136,16 @@ def test_a_choice_lasts_until_the_client_takes_part_in_a_round_with_rankings() -
     """It missed round 4, so in rounds 5 to 7 it trains what it chose in round 0, which costs nothing."""
     run = toy_run(safl(k=1, noise=2.0, probe=1.0, every=4), 9)
     assert count_rankings(run, "remembers", {"a": {0, 5, 7, 8}}) == {"a": 2}
+    [rule] = run.method.client_rules
+    assert isinstance(rule, TopLayers)
+    model = Asked()
+    names = model.names("layer.2")  # not the layer that a client without a choice trains
+    plan = share_everything(model, RoundInfo(0, 9, "a"))
+    ctx = Context(model, plan, model.initial, {}, {ROUND: {name: torch.tensor(0) for name in names}}, 0.1, {})
+    for number in (1, 5, 7):
+        chosen = rule.narrow(plan, FOUR["a"].train, replace(ctx, round_info=RoundInfo(number, 9, "a")), Key(0))
+        assert _layers(model, chosen.names) == {"layer.2"}
+    assert model.asked["rankings"] == 0
 
 
 def test_without_noise_clients_choose_when_they_come() -> None:

@@ -263,8 +263,7 @@ def _chosen_tokens(
     if isinstance(tokens, tuple):
         if "input_ids" not in batch.inputs:
             raise ModelError("tokens of words need token ids, which are not cached; set engine.cache_frozen = false")
-        found = matching_tokens(batch.inputs["input_ids"], word_tokens(model.processor, tokens))
-        return found if attention_mask is None else found & attention_mask.bool()
+        return matching_tokens(batch.inputs["input_ids"], word_tokens(model.processor, tokens))
     if tokens == "entities":
         return (batch.targets != IGNORE_INDEX) & (batch.targets != _outside(model))
     valid = torch.ones(1, count, device=device).bool() if attention_mask is None else attention_mask.bool()
