@@ -117,7 +117,8 @@ def align(settings: Settings, out: Path) -> dict[str, Any]:
     mean, std = statistics
 
     def read(path: str) -> Task:
-        return data.load("images", Key(settings.seed), path=path, size=settings.size, mean=mean, std=std)
+        # Few images of many are read, so they are decoded when they are.
+        return data.load("images", Key(settings.seed), path=path, size=settings.size, mean=mean, std=std, memory=0)
 
     tests = {Path(path).name: read(path) for path in settings.test}
     tested = [] if settings.met else [name for task in tests.values() for name in task.classes]
@@ -251,7 +252,7 @@ def features(
     file = kept / f"features-{hashlib.blake2b(facts.encode(), digest_size=4).hexdigest()}.safetensors"
     table = load_file(file) if file.exists() else {"rows": torch.empty(0, dtype=torch.long)}
     new = rows[~torch.isin(rows, table["rows"])]
-    for some in new.split(64):
+    for some in new.split(64) if len(new) else ():
         pixels = getattr(task, part).take(some).inputs["pixel_values"].to(settings.device)
         found = pair.visual_projection(pair.vision_model(pixel_values=pixels).pooler_output).cpu()
         images = torch.cat([table["images"], found]) if "images" in table else found

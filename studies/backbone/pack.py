@@ -34,7 +34,7 @@ def packed(name: str, value: Tensor) -> dict[str, Tensor]:
 
 
 def row_steps(value: Tensor) -> Tensor | None:
-    """(row, 1): the step of which every entry of a row is a multiple by -127 to 127, bit for bit; None if there is none.
+    """(row, 1): the step of which every entry of a row is a multiple, by -127 to 127 and bit for bit; None if none is.
 
     The largest entry is 127 steps, up to the rounding of their product.
     """

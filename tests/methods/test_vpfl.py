@@ -6,8 +6,10 @@ import image_fixtures
 import torch
 from helpers import final_params, play, toy_run
 
+from partita.core import tensors
 from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
+from partita.methods.pfeddc import pfeddc
 from partita.methods.vpfl import vpfl
 
 
@@ -42,6 +44,17 @@ def test_vpfl_prompts_start_from_a_gray_image() -> None:
     assert torch.allclose(
         one.initial[name] - other.initial[name], image_fixtures.tiny_clip().gray_image_states(2, 1).float(), atol=1e-6
     )
+
+
+def test_vpfl_and_pfeddc_start_gray_unless_told_otherwise() -> None:
+    towers = image_fixtures.tiny_clip()
+    for method in (vpfl, pfeddc):
+        plain, gray, nothing = (
+            each.extend(towers, Key(4)).initial  # type: ignore[misc]
+            for each in (method(), method(vision_init="gray"), method(vision_init="nothing"))
+        )
+        assert tensors.equal(plain, gray)
+        assert not tensors.equal(plain, nothing)
 
 
 def test_vpfl_clients_keep_momentum_between_rounds() -> None:

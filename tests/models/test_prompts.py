@@ -13,10 +13,12 @@ from typing import Any
 import dual_encoder_fixtures
 import image_fixtures
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from helpers import final_params, play, toy_run
-from safetensors.torch import load_file
+from pyarrow import parquet
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModel, CLIPVisionConfig, CLIPVisionModelWithProjection
@@ -27,6 +29,7 @@ from partita.core.optim import SGD
 from partita.core.rng import Key
 from partita.core.rounds import rounds
 from partita.core.tensors import Tensors
+from partita.data import load
 from partita.engines.simulation import SimulationEngine
 from partita.experiment.builder import build as build_experiment
 from partita.experiment.config import parse
@@ -662,6 +665,69 @@ def test_alignment_study_resizes_a_clip_tower(tmp_path: Path) -> None:
         pair.save_pretrained(tmp_path / str(size))
         back = AutoModel.from_pretrained(tmp_path / str(size)).eval()
         assert close(back.visual_projection(back.vision_model(pixels).pooler_output), expected, 1e-4)
+
+
+@pytest.mark.slow
+def test_alignment_study_cuts_public_images_out_of_the_data(tmp_path: Path) -> None:
+    align = load_study("backbone/align")
+    settings = replace(align.make_tiny(tmp_path), public=1)
+    task = load("images", Key(0), path=tmp_path / "test", size=8)
+    rows = align.public_rows(task, 1, Key(settings.seed))
+    assert task.train.targets[rows].tolist() == [0, 1], "one of each class"
+    # All images of a class are copies of each other here, so cutting out one cuts out all: make some differ.
+    table = parquet.read_table(tmp_path / "test" / "train.parquet")
+    images = table["image"].to_pylist()
+    other = images[: len(images) - 2]
+    for place, image in enumerate(other):
+        image["bytes"] += bytes([place])  # what follows the end of a PNG is not read
+    images[int(rows[0])]["bytes"] = other[0]["bytes"] if int(rows[0]) else images[0]["bytes"]
+    column = pyarrow.array(images, table.schema.field("image").type)
+    changed = table.set_column(table.schema.get_field_index("image"), table.schema.field("image"), column)
+    parquet.write_table(changed, tmp_path / "test" / "train.parquet")
+    result = align.align(settings, tmp_path / "pair")
+    facts = result["public"]["cut"]["test"]
+    rest = parquet.read_table(tmp_path / "pair" / ".." / "rest" / "test-pair" / "train.parquet")
+    left = {image["bytes"] for image in rest["image"].to_pylist()}
+    assert not left & {images[row]["bytes"] for row in facts["rows"]}, "no client can hold a public image or a copy"
+    assert left | {images[row]["bytes"] for row in facts["rows"]} == {image["bytes"] for image in images}
+    assert facts["rows_left"] == len(rest) == len(images) - len(facts["rows"]) - facts["copies_in_train"]
+    assert rest.schema.metadata == table.schema.metadata, "with the names of the classes"
+    reloaded = load("images", Key(0), path=tmp_path / "rest" / "test-pair", size=8)
+    assert reloaded.classes == task.classes
+    assert result["names"][-2:] == ["black", "yellow"]
+    assert result["zero_shot"]["test"]["accuracy"] == 1.0, "it has seen one image of each class"
+
+
+@pytest.mark.slow
+def test_weights_are_packed_without_loss(tmp_path: Path) -> None:
+    pack = load_study("backbone/pack")
+    drawn = torch.Generator().manual_seed(0)
+    whole = torch.randint(-127, 128, (64, 96), generator=drawn).float()
+    whole[:, 0] = 127
+    steps = torch.rand(64, 1, generator=drawn) / 100 + 1e-4
+    tensors_before = {
+        "eight": whole * steps,
+        "half": torch.randn(40, 8, generator=drawn).half().float(),
+        "single": torch.randn(40, 8, generator=drawn),
+        "empty_row": torch.zeros(4, 4),
+        "numbers": torch.arange(5),
+    }
+    (tmp_path / "model").mkdir()
+    save_file(tensors_before, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    small = {name: pack.packed(name, value) for name, value in tensors_before.items()}
+    assert sorted(small["eight"]) == ["eight.codes", "eight.steps"]
+    assert small["eight"]["eight.codes"].dtype == torch.int8
+    assert small["half"]["half"].dtype == torch.float16
+    assert small["single"]["single"].dtype == torch.float32
+    pack.pack(tmp_path / "model", tmp_path / "parts", 60)
+    pack.main(["unpack", str(tmp_path / "parts"), "--out", str(tmp_path / "again")])
+    after = load_file(tmp_path / "again" / "model.safetensors")
+    assert after.keys() == tensors_before.keys()
+    for name, value in tensors_before.items():
+        assert after[name].dtype == value.dtype
+        assert torch.equal(after[name], value), name
+    assert (tmp_path / "again" / "config.json").read_text() == "{}"
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ class FillCache(ClientRule):
             return {}, {}
         keys = torch.zeros_like(params[CACHE])
         filled = [0] * len(keys)  # per class
-        for rows in (key / "shots").permutation(len(examples)).split(ROWS_TOGETHER):
+        for rows in torch.split((key / "shots").permutation(len(examples)), ROWS_TOGETHER):
             batch = examples.take(rows)
             places: list[tuple[int, int, int]] = []  # of the image in the batch, and of its key in the cache
             for row, label in enumerate(batch.targets.tolist()):
