@@ -1,4 +1,4 @@
-"""Play digits.toml with the common warm-up computed once: a frozen run starts from the server of the run that never does.
+"""Play digits.toml with the common warm-up computed once: frozen runs start from the one that never freezes.
 
     python studies/frozen/digits.py SETTING...    plays what digits.jsonl lacks, seed by seed, and adds lines to it
     python studies/frozen/digits.py --all
@@ -91,7 +91,8 @@ def check() -> None:
     never = experiment(setting, 9, {"name": "fedavg"}, count=3)
     scores, forks, _ = play(never)
     part, _, _ = play(experiment(setting, 9, method, never.federation, 3), 1, forks[0])
-    assert whole == scores[:1] + part and whole[-1] != scores[-1], (whole, scores, part)
+    assert whole == scores[:1] + part, (whole, scores, part)
+    assert whole[-1] != scores[-1], "freezing changed nothing, so nothing was compared"
     print("forked and whole runs agree")
 
 

@@ -120,9 +120,7 @@ def play(
             share = share / share.sum(-1, keepdim=True)
         after = local(part, path[-1], setting)
         path.append([(share[..., None, None] * weights).sum(1) for weights in after])
-        away = [
-            (own - mean[:, None]).square().sum((-1, -2)) for own, mean in zip(after[:2], path[-1][:2], strict=True)
-        ]
+        away = [(own - mean[:, None]).square().sum((-1, -2)) for own, mean in zip(after[:2], path[-1][:2], strict=True)]
         spreads.append((share * (away[0] + away[1])).sum(-1))
     query, key, value = (torch.stack(weights) for weights in zip(*path, strict=True))
     return Trace(Kernel(query, key), value, torch.stack(spreads))
@@ -438,7 +436,9 @@ def plot() -> None:
                 found = effect(cells[kind, str(level), str(number), str(steps)], name)
                 color = colors(norm(found.mean))
                 hatch = "////" if found.low <= 0 <= found.high else None
-                axes.add_patch(Rectangle((x, y), 1, 1, facecolor=color, edgecolor="#8a8a8a", hatch=hatch, linewidth=0.4))
+                axes.add_patch(
+                    Rectangle((x, y), 1, 1, facecolor=color, edgecolor="#8a8a8a", hatch=hatch, linewidth=0.4)
+                )
                 strong = abs(found.mean) > 7
                 box = None if strong or not hatch else {"facecolor": color, "edgecolor": "none", "pad": 1.2}
                 label = f"{found.mean:+.1f}" if abs(found.mean) < 99.95 else f"{found.mean:+.0f}"

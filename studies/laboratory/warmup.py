@@ -165,7 +165,9 @@ def main() -> None:
     torch.set_num_threads(1)
     match sys.argv[1:]:
         case ["--development"]:
-            rules: dict[str, tuple[float | None, int]] = {f"auto, {c:g}, {p}": (c, p) for c, p in product((5.0, 10.0, 14.0, 17.0, 20.0, 30.0), (1, 3, 5))}
+            rules: dict[str, tuple[float | None, int]] = {
+                f"auto, {c:g}, {p}": (c, p) for c, p in product((5.0, 10.0, 14.0, 17.0, 20.0, 30.0), (1, 3, 5))
+            }
             print(table(play(DEVELOPMENT), rules))
         case []:
             evaluate(EVALUATION, "warmup.csv")

@@ -23,8 +23,8 @@ Reorder = Literal["patches", "windows", "reverse"]
 def reorder(federation: Federation, how: Reorder, size: int | None, orders: int | None, key: Key) -> Federation:
     """Return the federation with the content of every example in its client's order.
 
-    Client number i has order i modulo `orders`. Orders are drawn independently, so two of them can be equal if there are
-    few possible ones. With "reverse" there are two: order 0 is unchanged and order 1 is reversed.
+    Client number i has order i modulo `orders`. Orders are drawn independently, so two of them can be equal if few are
+    possible. With "reverse" there are two: order 0 is unchanged and order 1 is reversed.
 
     Args:
         federation: The federation.

@@ -107,9 +107,7 @@ def split(
         check_test_groups(task, together)
     make_partition = find_function(SPLITS, name, "split")
     given = options if clients is None else {"clients": clients, **options}
-    own = validate_options(
-        make_partition, given, "split", ["task", "key"], name, others=COMMON_OPTIONS
-    )
+    own = validate_options(make_partition, given, "split", ["task", "key"], name, others=COMMON_OPTIONS)
     made = call(make_partition, (Partition, Mapping), name, "split", task, key=key / short_name(name), **own)
     partition: Partition = _partition_of(made, task.row_count, name) if isinstance(made, Mapping) else made
     unseen_clients: Sequence[str] = ()

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from partita.core.rng import Key
-from partita.lab.simulate import Setting, Trace, automatic_warmup, losses_by_warmup, step_size, threshold_by_clients, warm_up
+from partita.lab.simulate import (
+    Setting,
+    Trace,
+    automatic_warmup,
+    losses_by_warmup,
+    step_size,
+    threshold_by_clients,
+    warm_up,
+)
 from partita.lab.synthetic import Differences, Federation, Size, draw, stack
 from partita.lab.theory import Data, Features, Kernel, drift, feature_map, moments, profile
 from partita.methods.fedfrozen import fedfrozen
