@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from partita.core.rng import Key
-from partita.lab.simulate import Setting, Trace, automatic_warmup, losses_by_warmup, sharpness, step_size, warm_up
+from partita.lab.simulate import (
+    Setting,
+    Trace,
+    automatic_warmup,
+    losses_by_warmup,
+    sharpness,
+    step_size,
+    threshold_by_clients,
+    warm_up,
+)
 from partita.lab.synthetic import Differences, Size, draw, stack
 from partita.lab.theory import feature_map
 from partita.methods.fedfrozen import fedfrozen
@@ -58,8 +67,14 @@ class Result:
 
     about: list[tuple[object, ...]]
     trace: Trace
+    weight: Tensor  # (run, client)
     losses: Tensor  # (warm-up, run)
     stable: Tensor  # (run,)
+
+    def automatic(self, threshold: float | None, patience: int) -> Tensor:
+        """The warm-up that the automatic rule chooses, (run,); None for the default threshold."""
+        used = threshold_by_clients(self.weight) if threshold is None else threshold
+        return automatic_warmup(self.trace, used, patience)
 
 
 def play(grid: Grid) -> list[Result]:
@@ -73,7 +88,7 @@ def play(grid: Grid) -> list[Result]:
         losses = losses_by_warmup(world, trace, setting, features)
         stable = losses.isfinite().all(0) & (sharpness(world, trace, setting, features) < 2)
         about = [(name, kind, rate, steps, clients, level, seed) for level, seed in pairs]
-        results.append(Result(about, trace, losses, stable))
+        results.append(Result(about, trace, world.data.weight, losses, stable))
         print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return results
@@ -105,7 +120,7 @@ COLUMNS = (
 HEADER = f"| warm-up | {' | '.join(COLUMNS)} |\n| :-- |{' --: |' * len(COLUMNS)}"
 
 
-def table(results: list[Result], rules: dict[str, tuple[float, int]]) -> str:
+def table(results: list[Result], rules: dict[str, tuple[float | None, int]]) -> str:
     stable = torch.cat([each.stable for each in results])
     losses = torch.cat([each.losses for each in results], 1)[:, stable]
     never, best = losses[-1], losses.amin(0)
@@ -117,7 +132,7 @@ def table(results: list[Result], rules: dict[str, tuple[float, int]]) -> str:
         HEADER,
     ]
     for label, (threshold, patience) in rules.items():
-        chosen = torch.cat([automatic_warmup(each.trace, threshold, patience) for each in results])[stable]
+        chosen = torch.cat([each.automatic(threshold, patience) for each in results])[stable]
         rows.append(line(label, losses, chosen))
     for fraction in (0.1, 0.3, 0.5, 0.8, 1.0):
         label = f"fixed, {fraction}" if fraction < 1 else "never"
@@ -137,7 +152,7 @@ def write(results: list[Result], path: Path) -> None:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(FIELDS)
         for each in results:
-            auto = automatic_warmup(each.trace, DEFAULTS["threshold"], DEFAULTS["patience"])
+            auto = each.automatic(None, DEFAULTS["patience"])
             best = each.losses.nan_to_num(torch.inf).argmin(0)
             for place, about in enumerate(each.about):
                 column = each.losses[:, place]
@@ -150,7 +165,9 @@ def main() -> None:
     torch.set_num_threads(1)
     match sys.argv[1:]:
         case ["--development"]:
-            rules = {f"auto, {c:g}, {p}": (c, p) for c, p in product((5.0, 10.0, 14.0, 17.0, 20.0, 30.0), (1, 3, 5))}
+            rules: dict[str, tuple[float | None, int]] = {
+                f"auto, {c:g}, {p}": (c, p) for c, p in product((5.0, 10.0, 14.0, 17.0, 20.0, 30.0), (1, 3, 5))
+            }
             print(table(play(DEVELOPMENT), rules))
         case []:
             evaluate(EVALUATION, "warmup.csv")
@@ -163,7 +180,7 @@ def main() -> None:
 def evaluate(grid: Grid, file: str) -> None:
     results = play(grid)
     write(results, Path(__file__).with_name(file))
-    print(table(results, {"auto": (DEFAULTS["threshold"], DEFAULTS["patience"])}))
+    print(table(results, {"auto": (None, DEFAULTS["patience"]), "auto, threshold 17": (17.0, 3)}))
 
 
 if __name__ == "__main__":

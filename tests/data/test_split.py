@@ -33,6 +33,7 @@ KINDS: dict[str, tuple[int | None, dict[str, Any]]] = {
     "dirichlet": (4, {"alpha": 0.7, "min_examples": 1}),
     "quantity": (4, {"alpha": 0.7, "min_examples": 1}),
     "pathological": (12, {"classes_per_client": 1}),
+    "disjoint": (2, {}),
     "by_column": (None, {"column": "domain", "per_value": 2}),
     "groups": (2, {"column": "domain"}),
 }
@@ -71,6 +72,8 @@ def domain_column(count: int) -> np.ndarray:
 @quick
 def test_every_row_has_one_client_and_every_client_a_row(kind: str, labels: list[int], seed: int) -> None:
     clients, options = KINDS[kind]
+    if kind == "disjoint":
+        labels = [*labels, 0, 1]  # it needs a class per client
     dealt = rows_by_client(make_task(labels, domain=domain_column(len(labels))), kind, clients, seed, **options)
     assert len(dealt) == (clients or 6)
     assert all(len(rows) for rows in dealt)
@@ -266,7 +269,8 @@ def test_rows_without_a_value_are_counted_in_a_warning() -> None:
             "iid",
             3,
             {"tset": 0.1},
-            "unknown key 'split.tset'; did you mean 'test'. It can be: test, unseen, clients, validation;",
+            "unknown key 'split.tset'; did you mean 'test'. It can be: test, unseen, clients, reorder_size, orders, "
+            "reorder, validation;",
         ),
         ("dirichlt", 3, {}, "unknown split 'dirichlt'; did you mean 'dirichlet'"),
         ("dirichlet", 3, {"alpa": 1.0}, "'split.alpa'; did you mean 'alpha'"),
@@ -300,6 +304,12 @@ def test_unknown_split_and_options_are_refused(
         ("iid", 61, {}, "61 clients .*toy has 60; use at most 60 clients"),
         ("iid", 0, {}, "clients is 0"),
         ("pathological", 3, {"classes_per_client": 4}, "classes_per_client = 4.* 3 classes; use at most 3"),
+        (
+            "disjoint",
+            4,
+            {},
+            "have 3 classes, too few for 4 clients .* use at most 3 clients, or the split 'pathological'",
+        ),
         ("pathological", 2, {"classes_per_client": 1}, "do not cover all .* classes; use at least 3 clients"),
         ("pathological", 50, {"classes_per_client": 2}, "100 class shares, .* for 60; use fewer"),
         ("by_column", None, {"column": "domian"}, "toy has no column 'domian'; did you mean 'domain'"),
@@ -441,3 +451,16 @@ def test_split_into_ten_thousand_clients_is_fast(kind: str, options: dict[str, A
 
 def test_split_cases_cover_every_split() -> None:
     assert set(SPLITS) == {*KINDS, "flwr", "site"}
+
+
+@quick
+@given(seed=seeds, clients=st.integers(1, 9), more=st.integers(0, 9), rows=st.integers(1, 4))
+def test_disjoint_gives_each_class_to_one_client_and_each_client_as_many(
+    seed: int, clients: int, more: int, rows: int
+) -> None:
+    task = make_task(np.repeat(np.arange(clients + more), rows))
+    counts = class_counts(task, rows_by_client(task, "disjoint", clients, seed))  # (client, class)
+    assert (counts.sum(0) == rows).all()
+    assert ((counts > 0).sum(0) == 1).all()
+    held = (counts > 0).sum(1)
+    assert held.max() - held.min() <= 1

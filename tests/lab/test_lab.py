@@ -25,6 +25,7 @@ from partita.lab.simulate import (
     losses_by_warmup,
     sharpness,
     step_size,
+    threshold_by_clients,
     warm_up,
 )
 from partita.lab.synthetic import Differences, Federation, Size, draw, stack
@@ -44,6 +45,7 @@ from partita.lab.theory import (
     profile_gradient,
     ridged,
 )
+from partita.methods import auto_warmup
 from partita.methods.fedfrozen import fedfrozen
 
 RIDGE = 0.05
@@ -313,6 +315,19 @@ def test_auto_warmup_freezes_when_the_simulator_predicts(threshold: float, patie
     for place, world in enumerate(worlds):
         method = fedfrozen("auto", threshold=threshold, patience=patience)
         assert frozen_at(core_rounds(world, features, method, setting)) == int(chosen[place])
+
+
+def test_the_default_threshold_freezes_when_the_simulator_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_warmup, "FACTOR", 1.5)  # so that it freezes within a few rounds
+    worlds = [make_world(level=level, seed=seed)[0] for seed, level in enumerate((0.5, 2.0))]
+    features, many = make_world()[1], stack(worlds)
+    setting = Setting(0.15, 6, 12, RIDGE)
+    trace = warm_up(many, setting, features)
+    chosen = automatic_warmup(trace, threshold_by_clients(many.data.weight), 1)
+    assert int(chosen.min()) < 12, "nothing freezes here, so nothing is compared"
+    for place, world in enumerate(worlds):
+        played = core_rounds(world, features, fedfrozen("auto", patience=1), setting)
+        assert frozen_at(played) == int(chosen[place])
 
 
 def test_identical_clients_never_freeze_and_opposed_clients_soon_do() -> None:

@@ -111,6 +111,7 @@ def test_auto_warmup_tracks_the_names_that_will_be_frozen() -> None:
     [
         ({"warmup": "automatic"}, "'automatic'; give rounds, a fraction from 0.0 to 1.0, or 'auto'"),
         ({"warmup": "auto", "threshold": 0.0}, "threshold"),
+        ({"warmup": "auto", "threshold": "client"}, "'client'; give a number above 0, or 'clients'"),
         ({"warmup": "auto", "patience": 0}, "at least one round"),
         ({"warmup": "auto", "max_warmup": 1.5}, "a fraction from 0.0 to 1.0"),
     ],
@@ -173,6 +174,36 @@ def streaks_of_formula(threshold: float) -> list[int]:
             np.testing.assert_allclose(server.state["progress"][name], progress[name], rtol=0, atol=1e-6)
     assert found["spread"].dtype == torch.float64
     return told
+
+
+@pytest.mark.parametrize(
+    ("weights", "freezes_above"),
+    [
+        ((1.0, 1.0), 10.0),
+        ((3.0, 3.0, 0.0), 10.0),  # a client without weight is no client
+        ((1.0,) * 17, 20.0),
+        ((2.0, 1.0, 1.0), 10 * (16 / 6 - 1) ** 0.25),  # (2 + 1 + 1)² / (4 + 1 + 1) clients
+    ],
+)
+def test_the_default_threshold_grows_with_the_effective_number_of_clients(
+    weights: tuple[float, ...], freezes_above: float
+) -> None:
+    rule, model = fedfrozen("auto", patience=1).server_rule, toy_model()
+    name = "layers.0.query.weight"
+    shares = torch.tensor(weights) / sum(weights)
+    ahead, apart = (torch.zeros(model.initial[name].shape) for _ in range(2))
+    ahead.view(-1)[0], apart.view(-1)[1] = 1.0, 1.0
+    away = torch.arange(len(weights)).float()
+    away = away - (shares * away).sum()
+    away = away / (shares * away.square()).sum().sqrt()  # weighted mean 0 and variance 1
+    for ratio, frozen in ((0.999 * freezes_above, 0.0), (1.001 * freezes_above, 1.0)):
+        server = Server(dict(model.initial), rule.init(model))
+        updates = [
+            replace(_make_update(f"c{place}", {name: ahead + ratio * float(own) * apart}), weight=weight)
+            for place, (own, weight) in enumerate(zip(away, weights, strict=True))
+        ]
+        server = rule.apply(server, rule.reduce(server, updates, len(weights)))
+        assert rule.signal(server) == {"frozen": frozen}
 
 
 def test_still_clients_and_weightless_clients_do_not_count_as_disagreement() -> None:

@@ -38,9 +38,12 @@ from partita.data.partition import (
     WindowParts,
     group_by_client,
 )
+from partita.data.reorder import Reorder
+from partita.data.reorder import reorder as reorder_content
 from partita.data.task import Federation, Task
 
 ATTEMPTS = 50
+COMMON_OPTIONS = ("validation", "test", "unseen", "shots", "reorder", "reorder_size", "orders")
 UNNAMED = "unnamed"  # name of the client whose value is missing
 
 Clients = Annotated[Count, "number of clients"]
@@ -53,6 +56,7 @@ SPLITS = {
     "dirichlet": "partita.data.split:dirichlet",
     "quantity": "partita.data.split:quantity",
     "pathological": "partita.data.split:pathological",
+    "disjoint": "partita.data.split:disjoint",
     "by_column": "partita.data.split:by_column",
     "groups": "partita.data.split:groups",
     "flwr": "partita.data.flwr_partitioners:flwr",
@@ -76,6 +80,17 @@ def split(
     shots: Annotated[
         Count | None, "train rows of each class at each client, drawn from its train part; left out: all"
     ] = None,
+    reorder: Annotated[
+        Reorder | None,
+        "give clients different orders of the same content: `patches` of images, tokens of texts within `windows`, or "
+        "`reverse` the tokens for every second client; left out: unchanged",
+    ] = None,
+    reorder_size: Annotated[
+        Count | None, "`patches`: side of a patch in pixels; `windows`: consecutive tokens of a window"
+    ] = None,
+    orders: Annotated[
+        Count | None, "`patches`, `windows`: number of orders, dealt out to clients in turn; left out: one per client"
+    ] = None,
     together: str | None = None,
     **options: Any,
 ) -> Federation:
@@ -90,6 +105,9 @@ def split(
         test: Share of each client's rows for its test part.
         unseen: Number or share of the clients that take no part.
         shots: Train rows of each class at each client. A client that has fewer keeps all of them.
+        reorder: What is reordered by client; None for nothing.
+        reorder_size: Size of a patch or a window.
+        orders: Number of orders.
         together: Column with the group of a row, such as its patient. A group is in one part of a client only, and the
             shares are shares of its groups. Default: rows have no groups.
         **options: Options of the split.
@@ -103,9 +121,7 @@ def split(
         check_test_groups(task, together)
     make_partition = find_function(SPLITS, name, "split")
     given = options if clients is None else {"clients": clients, **options}
-    own = validate_options(
-        make_partition, given, "split", ["task", "key"], name, others=("validation", "test", "unseen", "shots")
-    )
+    own = validate_options(make_partition, given, "split", ["task", "key"], name, others=COMMON_OPTIONS)
     made = call(make_partition, (Partition, Mapping), name, "split", task, key=key / short_name(name), **own)
     partition: Partition = _partition_of(made, task.row_count, name) if isinstance(made, Mapping) else made
     unseen_clients: Sequence[str] = ()
@@ -120,7 +136,14 @@ def split(
     parts: PartsByPosition = cut if task.first_windows is None else WindowParts(cut, task.first_windows)
     if shots is not None:
         parts = ShotParts(cut, _classes(task), shots)
-    return Federation(task, clients_in, parts, unseen_clients, None if groups is None else by_example(task, groups))
+    by_group = None if groups is None else by_example(task, groups)
+    federation = Federation(task, clients_in, parts, unseen_clients, by_group)
+    if reorder is None:
+        if reorder_size is not None or orders is not None:
+            option = "reorder_size" if reorder_size is not None else "orders"
+            raise DataError(f"split.{option} has no effect without split.reorder; set it, or leave split.{option} out")
+        return federation
+    return reorder_content(federation, reorder, reorder_size, orders, key / "reorder")
 
 
 def _classes(task: Task) -> Tensor:
@@ -242,6 +265,24 @@ def pathological(
         # Shuffle the clients: otherwise the first client would always get the extra row of an uneven division.
         owner[draws.permutation(members)] = draws.permutation(owners)[np.arange(len(members)) % len(owners)]
     return group_by_client(owner, NumberedClients(clients))
+
+
+def disjoint(task: Task, clients: Clients, key: Key) -> Partition:
+    """Label skew: no class is at two clients. Classes are dealt out at random; their numbers differ by at most one.
+
+    Raises:
+        DataError: If there are fewer classes than clients.
+    """
+    _check_counts(task, clients)
+    classes, codes = np.unique(task.labels(), return_inverse=True)
+    if len(classes) < clients:
+        raise DataError(
+            f"the train rows of {task.name} have {len(classes)} classes, too few for {clients} clients without a class "
+            f"in common; use at most {len(classes)} clients, or the split 'pathological'"
+        )
+    owner = np.empty(len(classes), np.int64)
+    owner[_draws(key).permutation(len(classes))] = np.arange(len(classes)) % clients
+    return group_by_client(owner[codes], NumberedClients(clients))
 
 
 def by_column(

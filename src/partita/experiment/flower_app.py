@@ -325,6 +325,8 @@ def _load(config: Path, changes: Iterable[str]) -> Config:
         found = load(config, changes)
     if found.split.get("unseen") is not None:
         raise FlowerError("split.unseen is for simulations: a client that takes no part has no node; leave it out")
+    if found.split.get("reorder") is not None:
+        raise FlowerError("split.reorder is for simulations: a site's data is as it is; leave it out")
     return found
 
 

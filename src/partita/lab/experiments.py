@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from partita.core.rng import Key
-from partita.lab.simulate import Setting, Trace, automatic_warmup, losses_by_warmup, step_size, warm_up
+from partita.lab.simulate import (
+    Setting,
+    Trace,
+    automatic_warmup,
+    losses_by_warmup,
+    step_size,
+    threshold_by_clients,
+    warm_up,
+)
 from partita.lab.synthetic import Differences, Federation, Size, draw, stack
 from partita.lab.theory import Data, Features, Kernel, drift, feature_map, moments, profile
 from partita.methods.fedfrozen import fedfrozen
@@ -124,7 +132,7 @@ def choices(batch: Batch) -> tuple[Choices, Tensor, Tensor]:
     """
     losses = losses_by_warmup(batch.federation, batch.trace, batch.setting, batch.features)
     defaults = {name: parameter.default for name, parameter in signature(fedfrozen).parameters.items()}
-    auto = automatic_warmup(batch.trace, defaults["threshold"], defaults["patience"])
+    auto = automatic_warmup(batch.trace, threshold_by_clients(batch.federation.data.weight), defaults["patience"])
     rounds = batch.setting.rounds
     return (
         Choices(losses[-1], losses[round(FIXED * rounds)], losses.gather(0, auto[None])[0], losses.amin(0)),

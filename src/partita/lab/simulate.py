@@ -14,7 +14,7 @@ from torch import Tensor
 
 from partita.lab.synthetic import Federation
 from partita.lab.theory import Data, Features, Kernel, Moments, loss, moments, round_map
-from partita.methods.auto_warmup import SMOOTHING
+from partita.methods.auto_warmup import SMOOTHING, default_threshold
 
 DIVERGED = 1e6
 
@@ -154,10 +154,19 @@ def sharpness(federation: Federation, trace: Trace, setting: Setting, features: 
     return torch.stack(top).amax(0) * setting.lr
 
 
-def automatic_warmup(trace: Trace, threshold: float, patience: int) -> Tensor:
+def threshold_by_clients(weight: Tensor) -> Tensor:
+    """Return the default threshold of `fedfrozen(warmup="auto")`, (run,), for the clients' weights (run, client)."""
+    effective = 1 / weight.square().sum(-1)
+    return torch.tensor([default_threshold(float(clients)) for clients in effective], dtype=weight.dtype)
+
+
+def automatic_warmup(trace: Trace, threshold: float | Tensor, patience: int) -> Tensor:
     """Return the warm-up that `fedfrozen(warmup="auto")` would choose, (run,), from a run that never freezes.
 
-    `threshold` and `patience` are those of `fedfrozen`.
+    Args:
+        trace: The run.
+        threshold: Threshold of the rule, one for all runs or (run,), such as `threshold_by_clients`.
+        patience: Patience of the rule.
     """
     weights = torch.cat(trace.kernel, -1)  # (round + 1, run, width, 2 rank)
     moves = weights[1:] - weights[:-1]

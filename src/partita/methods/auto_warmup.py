@@ -15,6 +15,18 @@ from partita.core.tensors import Names, Slots, upcast
 from partita.core.update import Aggregate, Update
 
 SMOOTHING = 0.7  # decay of the running means per round
+FACTOR = 10.0  # of the default threshold, chosen in studies/laboratory
+
+
+def default_threshold(clients: float) -> float:
+    """Return the default threshold, which grows with the number of clients in the mean.
+
+    With more clients the mean has less drift, so freezing gains less.
+
+    Args:
+        clients: Effective number of clients: 1 / Σ p² for weights p that sum to one.
+    """
+    return FACTOR * max(clients - 1.0, 0.0) ** 0.25
 
 
 @dataclass(frozen=True)
@@ -25,12 +37,12 @@ class AutoWarmup(ServerRule):
 
     Attributes:
         watched: Returns the names of the parameters to watch.
-        threshold: Freeze when the spread exceeds the progress by this factor.
+        threshold: Freeze when the spread exceeds the progress by this factor. None: `default_threshold`.
         patience: Number of consecutive rounds above the threshold before the signal is set.
     """
 
     watched: Callable[[Model], Names]
-    threshold: float
+    threshold: float | None
     patience: int
 
     def init(self, model: Model) -> Slots:
@@ -49,7 +61,8 @@ class AutoWarmup(ServerRule):
         spread = {
             name: _scalar(max(0.0, mean - squared_norm(aggregate.delta, name))) for name, mean in power.means().items()
         }
-        return replace(aggregate, slots={**aggregate.slots, "warmup_spread": spread})
+        clients = {"warmup_clients": {"effective": _scalar(power.effective_clients())}}
+        return replace(aggregate, slots={**aggregate.slots, "warmup_spread": spread, **clients})
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
         spread = aggregate.slots["warmup_spread"]
@@ -66,8 +79,10 @@ class AutoWarmup(ServerRule):
         # Bias correction: both running means start at zero. Dividing by it gives the mean over the rounds so far.
         # The progress enters squared, so one factor of the correction remains on the side of the variance.
         correction = 1 - SMOOTHING**rounds
+        clients = float(aggregate.slots["warmup_clients"]["effective"])
+        threshold = default_threshold(clients) if self.threshold is None else self.threshold
         squared_progress = sum(squared_norm(progress, name) for name in progress)
-        streak = float(old["streak"]) + 1 if variance * correction > self.threshold**2 * squared_progress else 0.0
+        streak = float(old["streak"]) + 1 if variance * correction > threshold**2 * squared_progress else 0.0
         warmup = {
             "spread": _scalar(variance),
             "rounds": _scalar(rounds),
@@ -78,19 +93,30 @@ class AutoWarmup(ServerRule):
 
 
 class _MeanSquare:
-    """Weighted mean of the clients' squared norms per parameter. Memory does not grow with the cohort."""
+    """Weighted mean of the clients' squared norms per parameter, and their effective number.
+
+    Memory does not grow with the cohort.
+    """
 
     def __init__(self, names: Names) -> None:
         self.names = names
         self.sums: dict[str, float] = {}
         self.weights: dict[str, float] = {}
+        self.total, self.squares = 0.0, 0.0  # of the weights of clients that sent a watched parameter
 
     def watch(self, updates: Iterable[Update]) -> Iterator[Update]:
         for update in updates:
-            for name in update.delta.keys() & self.names:
+            watched = update.delta.keys() & self.names
+            if watched:
+                self.total, self.squares = self.total + update.weight, self.squares + update.weight**2
+            for name in watched:
                 self.sums[name] = self.sums.get(name, 0.0) + update.weight * squared_norm(update.delta, name)
                 self.weights[name] = self.weights.get(name, 0.0) + update.weight
             yield update
+
+    def effective_clients(self) -> float:
+        """Return (Σ w)² / Σ w²: the number of clients if all weights are equal, else fewer; 0 without clients."""
+        return self.total**2 / self.squares if self.squares > 0 else 0.0
 
     def means(self) -> dict[str, float]:
         return {name: self.sums[name] / weight for name, weight in sorted(self.weights.items()) if weight > 0}

@@ -20,7 +20,7 @@ def fedfrozen(
     scope: Literal["rest", "value"] = "rest",
     freeze: Frozen = "kernel",
     seed: Seed = 0,
-    threshold: Positive = 17.0,
+    threshold: Positive | Literal["clients"] = "clients",
     patience: Count = 3,
     max_warmup: Share = 1.0,
 ) -> Method:
@@ -34,6 +34,7 @@ def fedfrozen(
             the same shapes.
         seed: Seed of the draw for freeze "random".
         threshold: For "auto": freeze when the clients' disagreement on the set exceeds its progress by this factor.
+            "clients": 10 (n - 1)^(1/4) for an effective number n of clients in the mean.
         patience: For "auto": number of consecutive rounds above the threshold before freezing.
         max_warmup: For "auto": freeze at the latest after this fraction of the rounds.
 
@@ -47,7 +48,10 @@ def fedfrozen(
         raise MethodError(f"method.warmup is {warmup}; give rounds as 0, 1, 2, ... or a fraction from 0.0 to 1.0")
     if scope == "value" and freeze != "kernel":
         raise MethodError(f"method.scope 'value' already says what trains; it cannot go with freeze '{freeze}'")
-    if not threshold > 0 or patience < 1 or not 0 <= max_warmup <= 1:
+    if isinstance(threshold, str) and threshold != "clients":
+        raise MethodError(f"method.threshold is '{threshold}'; give a number above 0, or 'clients'")
+    factor = None if isinstance(threshold, str) else float(threshold)
+    if (factor is not None and not factor > 0) or patience < 1 or not 0 <= max_warmup <= 1:
         raise MethodError(
             f"method.threshold, patience and max_warmup are {threshold}, {patience} and {max_warmup}; "
             "give a number above 0, at least one round, and a fraction from 0.0 to 1.0"
@@ -74,7 +78,7 @@ def fedfrozen(
 
     if warmup != "auto":
         return Method("fedfrozen", plan=plan)
-    rule = AutoWarmup(lambda model: frozen_names(model, freeze, seed), threshold, patience)
+    rule = AutoWarmup(lambda model: frozen_names(model, freeze, seed), factor, patience)
     return Method("fedfrozen", plan=plan, server_rule=rule)
 
 
