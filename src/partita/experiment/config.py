@@ -136,10 +136,11 @@ class TrainingConfig:
             raise OptionError(f"training.class_weights names the class '{unknown[0]}'; {remedy}")
         if self.optimizer == "adamw" and (self.momentum or self.nesterov):
             raise OptionError("training.momentum and training.nesterov are for optimizer = 'sgd'; leave them out")
-        decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
-        optimizer: Optimizer = AdamW(**decay)
+        default = SGD.weight_decay if self.optimizer == "sgd" else AdamW.weight_decay
+        decay = default if self.weight_decay is None else self.weight_decay
+        optimizer: Optimizer = AdamW(weight_decay=decay)
         if self.optimizer == "sgd":
-            optimizer = SGD(self.momentum, nesterov=self.nesterov, **decay)
+            optimizer = SGD(self.momentum, decay, self.nesterov)
         schedule = Schedule(
             self.schedule, self.schedule_warmup, self.schedule_floor, self.schedule_every, self.schedule_gamma
         )
