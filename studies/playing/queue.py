@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
+from time import monotonic
 
 from playing.lines import Line
 from playing.study import Planned
@@ -166,7 +166,7 @@ def play_all(
                 waiting.remove(chosen)
                 idle.begin(chosen, again=failed.get(chosen.name, 0) > 0)
             busy = [worker for worker in workers if worker.planned is not None]
-            left = None if deadline is None else deadline - time.monotonic()
+            left = None if deadline is None else deadline - monotonic()
             if not busy:
                 return
             patience = INTERVAL if left is None else max(0.0, min(INTERVAL, left))
@@ -198,7 +198,7 @@ def _next(waiting: deque[Planned], lengths: Lengths, deadline: float | None) -> 
     """Return the first run that is expected to end in time; None if there is none."""
     if deadline is None:
         return waiting[0]
-    left = deadline - time.monotonic()
+    left = deadline - monotonic()
     return next((run for run in waiting if (lengths.expected(run) or 0.0) < left), None)
 
 

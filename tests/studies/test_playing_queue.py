@@ -57,7 +57,7 @@ def test_at_the_time_limit_what_runs_is_killed_and_what_ended_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(queue.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(queue, "monotonic", lambda: clock[0])
     runs = play_all([planned("slow"), planned("a"), planned("a", 1)], 2, tmp_path, deadline=100.0, play=stand_in)
     assert next(runs).planned == planned("a")
     clock[0] = 101.0
