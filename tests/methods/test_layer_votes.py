@@ -33,9 +33,9 @@ from partita.methods.layer_votes import (
     LayerVote,
     carrier_of,
     elect,
-    spread_evenly,
 )
 from partita.methods.safl import safl
+from partita.methods.selectors import spread_evenly
 from partita.privacy.guard import PrivacyConfig, make_private
 from partita.testing.conformance import check_method
 from partita.testing.toy import ToyTransformer

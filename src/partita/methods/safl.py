@@ -14,7 +14,7 @@ from partita.core.options import Count, NotNegative, Positive, PositiveShare, Wh
 from partita.core.plan import NO_NAMES, Plan, RoundInfo, share
 from partita.core.tensors import Names
 from partita.core.update import Aggregate, Update
-from partita.methods.layer_votes import AgreedLayers, AgreedPlan, LayerVote, spread_evenly
+from partita.methods.layer_votes import AgreedLayers, AgreedPlan, LayerVote
 from partita.methods.selectors import (
     HEADS,
     ROUND,
@@ -26,6 +26,7 @@ from partita.methods.selectors import (
     Static,
     TopLayers,
     resolve_count,
+    spread_evenly,
 )
 
 Select = Literal["attention", "gradient", "random", "static", "round-robin"]

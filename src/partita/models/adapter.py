@@ -260,7 +260,7 @@ def from_module(
         kind = IMAGE if module.main_input_name == "pixel_values" else TEXT
     forward = forward_of(model_type, kind.head, pooling)
     if pooling == "mean" and getattr(module.base_model, "pooler", None) is not None:
-        module.base_model.pooler = None  # nothing reads it
+        module.base_model.register_module("pooler", None)  # nothing reads it
     split_qkv.split(module)
     # Every random draw must come from a key, but torch's dropout draws from global state. So the module stays in eval
     # mode, and its dropout is replaced (decision 0018).

@@ -59,6 +59,7 @@ class _Answering:
     now: Callable[[], datetime]
     consent: JobConsent | None = None  # of the job's experiment
     plan: Plan | None = None  # of the job, computed here
+    number: int = 0  # its round
     error: Exception | None = None  # why the job was not answered
     about: dict[str, Any] = field(default_factory=dict)  # what every line of the log says
 
@@ -105,7 +106,7 @@ class _Answering:
 
     def _decide(self, kind: JobKind, request: SiteRequest, plan: Plan) -> None:
         assert self.consent is not None
-        self.plan = plan
+        self.plan, self.number = plan, request.job_id.round
         self.consent(kind, request, plan)
 
     def _release(self, outgoing: Outgoing) -> None:
@@ -128,7 +129,7 @@ class _Answering:
             # The names are those of the plan. Masks differ in each session, but a round has one update.
             identity = hashlib.sha256(f"masked update of round {self.about['round']}".encode()).hexdigest()
             outgoing = replace(outgoing, names=self.plan.up, tensors=identity)
-        cost = self.consent.check_update(outgoing, self.plan)
+        cost = self.consent.check_update(outgoing, self.plan, self.number)
         roles = {role: len(names) for role, names in self.consent.terms.by_role(outgoing.names).items()}
         what = {"bytes": outgoing.bytes, "tensors": outgoing.tensors, "roles": roles, "names": _names(outgoing.names)}
         self.log.append(LEFT, **found, **what, **cost)

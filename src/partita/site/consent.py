@@ -95,6 +95,11 @@ class History:
         """Return whether an update of this round of an experiment left."""
         return any(experiment == digest and line.get("round") == number for (experiment, _), line in self.left.items())
 
+    def unanswered(self, digest: str, rounds: Iterable[int]) -> int:
+        """Return for how many of these rounds the site was asked for an update, and none left."""
+        asked = {line.get("round") for line in self.lines if line.get("experiment") == digest}
+        return sum(number in asked and not self.answered(digest, number) for number in rounds)
+
     def releases(self, unit: str) -> Counter[PrivacyRelease]:
         """Return what was released under privacy, by all experiments. The same tensors twice release nothing new."""
         counts: Counter[PrivacyRelease] = Counter()
@@ -140,10 +145,15 @@ class JobConsent:
         size = self.terms.update_bytes(number, request.signal)
         # A server that starts again asks for a round again. Whether the update is the same is seen when it is done.
         again = self.history.answered(self.terms.digest, number)
-        self._check(self._spending(size or 0, plan, again))
+        self._check(self._spending(size or 0, plan, again, number))
 
-    def check_update(self, update: Outgoing, plan: Plan) -> dict[str, Any]:
+    def check_update(self, update: Outgoing, plan: Plan, number: int = 0) -> dict[str, Any]:
         """Check a finished update before it leaves: the hours, and what it really holds.
+
+        Args:
+            update: The update.
+            plan: The plan of the round.
+            number: The round.
 
         Returns:
             What the log says about it: its unit, its releases and the epsilon with it.
@@ -156,12 +166,12 @@ class JobConsent:
         if extra := update.names - plan.up:
             self._check([f"{_some(sorted(extra))}: the plan of the round does not send this up"])
         again = (self.terms.digest, update.tensors) in self.history.left
-        self._check(self._spending(update.bytes, plan, again))
-        releases = self.terms.releases(plan)
+        self._check(self._spending(update.bytes, plan, again, number))
+        releases = self.releases(plan, number)
         return {
             "unit": self.terms.unit,
             "releases": [[each.what, each.noise, each.share, each.count] for each in releases],
-            "epsilon": self.epsilon_with(plan, again),
+            "epsilon": self.epsilon_with(plan, again, number),
         }
 
     def check_standing(self) -> None:
@@ -180,17 +190,37 @@ class JobConsent:
         """
         self._check([*self._standing(), review_scores(self.policy)])
 
-    def epsilon_with(self, plan: Plan, again: bool = False) -> float | None:
+    def releases(self, plan: Plan, number: int) -> list[PrivacyRelease]:
+        """Return what an update of a round releases under privacy.
+
+        A choice that a client remembers was charged with the update of the round in which it was made. If that update
+        did not leave, the choice shows in a later one, so it is charged there.
+
+        Args:
+            plan: The plan of the round.
+            number: The round.
+        """
+        found = self.terms.releases(plan, number)
+        if self.terms.unit not in ("example", "group"):
+            return found
+        for rule in self.terms.experiment.run.method.client_rules:
+            if rule.uses_data and rule.release is not None and number % rule.release_every:
+                made = range(0, number, rule.release_every)
+                found += [rule.release] * self.history.unanswered(self.terms.digest, made)
+        return found
+
+    def epsilon_with(self, plan: Plan, again: bool = False, number: int = 0) -> float | None:
         """Return the epsilon of everything that left and one more round; None if no noise is added here.
 
         Args:
             plan: The plan of the round.
             again: Whether the same update left before, so that it costs nothing more.
+            number: The round.
         """
         if self.terms.unit == "none":
             return None
         spent = self.history.releases(self.terms.unit)
-        return self.terms.epsilon(spent if again else spent + count_releases(self.terms.releases(plan)))
+        return self.terms.epsilon(spent if again else spent + count_releases(self.releases(plan, number)))
 
     def _standing(self) -> Iterator[str]:
         for finding in review(self.policy, self.terms):
@@ -200,7 +230,7 @@ class JobConsent:
         if not self.policy.hours.open_at(now):
             yield f"it is {now:%a %H:%M}, and [hours] allows {self.policy.hours}"
 
-    def _spending(self, size: int, plan: Plan, again: bool) -> Iterator[str]:
+    def _spending(self, size: int, plan: Plan, again: bool, number: int) -> Iterator[str]:
         limits, history = self.policy.limits, self.history
         if limits.bytes_per_round is not None and size > limits.bytes_per_round:
             yield f"the update has {size:,} bytes; limits.bytes_per_round is {limits.bytes_per_round:,}"
@@ -209,7 +239,7 @@ class JobConsent:
         if not again and limits.rounds is not None and (sent := history.updates(self.terms.digest)) >= limits.rounds:
             yield f"{sent} updates of this experiment have left; limits.rounds is {limits.rounds}"
         most = self.policy.privacy.max_epsilon
-        if most is not None and not (spent := self.epsilon_with(plan, again) or 0.0) <= most:
+        if most is not None and not (spent := self.epsilon_with(plan, again, number) or 0.0) <= most:
             yield f"with this update, epsilon is {spent:.4g}; privacy.max_epsilon is {most:g}"
 
     def _check(self, reasons: Iterable[str]) -> None:

@@ -144,14 +144,19 @@ class Terms:
             roles.setdefault(role_tag(self.experiment.model.tags.get(name, frozenset())) or NO_ROLE, []).append(name)
         return roles
 
-    def releases(self, plan: Plan) -> list[PrivacyRelease]:
-        """Return what a round releases under privacy. That the client was drawn at random is not counted on."""
+    def releases(self, plan: Plan, number: int = 0) -> list[PrivacyRelease]:
+        """Return what a round releases under privacy. That the client was drawn at random is not counted on.
+
+        Args:
+            plan: The plan of the round.
+            number: The round. In round 0 every rule releases what it ever does.
+        """
         if self.unit == "none":
             return []
         if self.unit == "client":
             return [PrivacyRelease(TRAINING, self.noise, 1.0)]
         assert self.experiment.guard is not None
-        return releases_of(self.experiment.run, plan, self.experiment.guard.sizes[self.client])
+        return releases_of(self.experiment.run, plan, self.experiment.guard.sizes[self.client], number)
 
     def epsilon(self, releases: Mapping[PrivacyRelease, int]) -> float:
         """Return the epsilon of releases, at the experiment's delta."""
@@ -167,7 +172,7 @@ class Terms:
             return None
         bill: Counter[PrivacyRelease] = Counter()
         for number in self.rounds:
-            bill.update(count_releases(self.releases(self.plan(number))))
+            bill.update(count_releases(self.releases(self.plan(number), number)))
         return self.epsilon(bill)
 
     @cached_property
