@@ -266,7 +266,7 @@ def test_rows_without_a_value_are_counted_in_a_warning() -> None:
             "iid",
             3,
             {"tset": 0.1},
-            "unknown key 'split.tset'; did you mean 'test'. It can be: test, unseen, clients, validation;",
+            "unknown key 'split.tset'; did you mean 'test'. It can be: test, shots, unseen, clients, validation;",
         ),
         ("dirichlt", 3, {}, "unknown split 'dirichlt'; did you mean 'dirichlet'"),
         ("dirichlet", 3, {"alpa": 1.0}, "'split.alpa'; did you mean 'alpha'"),

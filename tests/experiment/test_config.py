@@ -89,7 +89,7 @@ def test_python_and_config_have_the_same_defaults() -> None:
     [
         (
             "split={name='iid', clients=3, tset=0.1}",
-            "'split.tset'; did you mean 'test'? It can be: test, unseen, clients, validation",
+            "'split.tset'; did you mean 'test'? It can be: test, shots, unseen, clients, validation",
         ),
         ("method={name='fedfrozen+fedprox', my=1}", "'method.my'; did you mean 'mu'? It can be: mu, "),
         ("engine.cach_frozen=true", "did you mean 'cache_frozen'? It can be: cache_frozen, "),
