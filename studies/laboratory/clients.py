@@ -295,7 +295,7 @@ def run_partial() -> None:
         rows = csv.writer(file, lineterminator="\n")
         names = ("auto", "never", *(f"w{share:g}" for share in SHARES))
         rows.writerow(["kind", "level", "steps", "world", "stable", "auto_warmup", *names])
-        for kind, level, steps in product(KINDS, LEVELS, STEPS):
+        for kind, level, steps in product(KINDS, LEVELS, (100,)):
             keys = WORLDS[:48]
             world = worlds(kind, level, POPULATION, keys)
             setting = Setting(step_size(world, RATE, IDENTITY), steps, ROUNDS, RIDGE)
@@ -305,8 +305,14 @@ def run_partial() -> None:
             ]
             trace = play(world, setting, cohorts)
             auto = default_rule(trace)
+            warm = [
+                loss(moments(world.data, trace.kernel_at(round + 1), IDENTITY), trace.value[round + 1], RIDGE)
+                for round in range(ROUNDS - TAIL, ROUNDS)
+            ]
             choices = [auto, *(torch.full_like(auto, round(share * ROUNDS)) for share in (1.0, *SHARES))]
-            tails, stable = zip(*(tail_mean(world, trace, setting, cohorts, each) for each in choices), strict=True)
+            tails, stable = zip(
+                *(tail_mean(world, trace, setting, cohorts, each, warm) for each in choices), strict=True
+            )
             fine = torch.stack(stable).all(0)
             for place, key in enumerate(keys):
                 found = [f"{float(tail[place]):.5g}" for tail in tails]
@@ -316,10 +322,15 @@ def run_partial() -> None:
 
 
 def tail_mean(
-    world: Federation, trace: Trace, setting: Setting, cohorts: Sequence[Tensor], warmup: Tensor
+    world: Federation,
+    trace: Trace,
+    setting: Setting,
+    cohorts: Sequence[Tensor],
+    warmup: Tensor,
+    warm: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """The mean loss after each of the last rounds if the kernel is frozen after `warmup` rounds (run,), and whether
-    every step under the frozen kernel is stable, (run,)."""
+    every step under the frozen kernel is stable, (run,). `warm` has the losses of these rounds without freezing."""
     runs = torch.arange(len(warmup))
     frozen = Kernel(*(side[warmup, runs] for side in trace.kernel))
     means = moments(world.data, frozen, IDENTITY)
@@ -331,8 +342,8 @@ def tail_mean(
         active = (round >= warmup)[:, None, None]
         value = torch.where(active, matrix @ value + constant, value)
         if round >= setting.rounds - TAIL:
-            warm = loss(moments(world.data, trace.kernel_at(round + 1), IDENTITY), trace.value[round + 1], RIDGE)
-            losses.append(torch.where(active[:, 0, 0], loss(means, value, RIDGE), warm))
+            before = warm[round - setting.rounds + TAIL]
+            losses.append(torch.where(active[:, 0, 0], loss(means, value, RIDGE), before))
     sharp = torch.linalg.eigvalsh(means.gram.nan_to_num(1e6).clamp(-1e6, 1e6))[..., -1].amax(-1) * setting.lr
     mean = torch.stack(losses).mean(0)
     return mean, mean.isfinite() & (sharp < 2)
