@@ -4,8 +4,8 @@
     python studies/laboratory/clients.py partial        3 of 20 clients a round; writes partial.csv
     python studies/laboratory/clients.py table          the tables, from these files
     python studies/laboratory/clients.py plot           the map, clients.png
-    python studies/laboratory/clients.py rules          constants of the automatic rule on the development worlds
-    python studies/laboratory/clients.py rules --test   the same on the test worlds
+    python studies/laboratory/clients.py rules          thresholds of the automatic rule on the development worlds
+    python studies/laboratory/clients.py rules --test   the old and the chosen one on the test worlds
 
 Many local steps are affordable because the steps are C (steps.c, compiled with cc on the first use): with the identity
 map a client's loss is a quadratic function of B[i, jk, o] = A[i, j] W[k, o] + [j != k] A[i, k] W[j, o], j <= k, with
@@ -295,7 +295,7 @@ def run_partial() -> None:
         rows = csv.writer(file, lineterminator="\n")
         names = ("auto", "never", *(f"w{share:g}" for share in SHARES))
         rows.writerow(["kind", "level", "steps", "world", "stable", "auto_warmup", *names])
-        for kind, level, steps in product(KINDS, LEVELS, STEPS):
+        for kind, level, steps in product(KINDS, LEVELS, (100,)):
             keys = WORLDS[:48]
             world = worlds(kind, level, POPULATION, keys)
             setting = Setting(step_size(world, RATE, IDENTITY), steps, ROUNDS, RIDGE)
@@ -305,8 +305,14 @@ def run_partial() -> None:
             ]
             trace = play(world, setting, cohorts)
             auto = default_rule(trace)
+            warm = [
+                loss(moments(world.data, trace.kernel_at(round + 1), IDENTITY), trace.value[round + 1], RIDGE)
+                for round in range(ROUNDS - TAIL, ROUNDS)
+            ]
             choices = [auto, *(torch.full_like(auto, round(share * ROUNDS)) for share in (1.0, *SHARES))]
-            tails, stable = zip(*(tail_mean(world, trace, setting, cohorts, each) for each in choices), strict=True)
+            tails, stable = zip(
+                *(tail_mean(world, trace, setting, cohorts, each, warm) for each in choices), strict=True
+            )
             fine = torch.stack(stable).all(0)
             for place, key in enumerate(keys):
                 found = [f"{float(tail[place]):.5g}" for tail in tails]
@@ -316,10 +322,15 @@ def run_partial() -> None:
 
 
 def tail_mean(
-    world: Federation, trace: Trace, setting: Setting, cohorts: Sequence[Tensor], warmup: Tensor
+    world: Federation,
+    trace: Trace,
+    setting: Setting,
+    cohorts: Sequence[Tensor],
+    warmup: Tensor,
+    warm: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """The mean loss after each of the last rounds if the kernel is frozen after `warmup` rounds (run,), and whether
-    every step under the frozen kernel is stable, (run,)."""
+    every step under the frozen kernel is stable, (run,). `warm` has the losses of these rounds without freezing."""
     runs = torch.arange(len(warmup))
     frozen = Kernel(*(side[warmup, runs] for side in trace.kernel))
     means = moments(world.data, frozen, IDENTITY)
@@ -331,8 +342,8 @@ def tail_mean(
         active = (round >= warmup)[:, None, None]
         value = torch.where(active, matrix @ value + constant, value)
         if round >= setting.rounds - TAIL:
-            warm = loss(moments(world.data, trace.kernel_at(round + 1), IDENTITY), trace.value[round + 1], RIDGE)
-            losses.append(torch.where(active[:, 0, 0], loss(means, value, RIDGE), warm))
+            before = warm[round - setting.rounds + TAIL]
+            losses.append(torch.where(active[:, 0, 0], loss(means, value, RIDGE), before))
     sharp = torch.linalg.eigvalsh(means.gram.nan_to_num(1e6).clamp(-1e6, 1e6))[..., -1].amax(-1) * setting.lr
     mean = torch.stack(losses).mean(0)
     return mean, mean.isfinite() & (sharp < 2)
@@ -466,8 +477,48 @@ def plot() -> None:
     figure.savefig(HERE / "clients.png", dpi=110, facecolor="white")
 
 
+def thresholds(effective: Tensor) -> dict[str, Tensor]:
+    """The thresholds that were compared, (run,), for an effective number of clients (run,)."""
+    more = (effective - 1).clamp(min=0)
+    found = {f"constant {value}": torch.full_like(effective, value) for value in (17, 14, 12, 10, 8)}
+    found |= {f"{factor:g} (n - 1)^(1/2)": factor * more.sqrt() for factor in (8, 7, 6.4)}
+    return found | {f"{factor} (n - 1)^(1/4)": factor * more**0.25 for factor in (10, 11, 12)}
+
+
+def compare_rules(keys: Sequence[int], names: Sequence[str] = ()) -> str:
+    """A table of thresholds: mean log ratio to never freezing in %, and the shares worse by 2% and by 10%."""
+    check()
+    parts: dict[str, dict[str, list[Tensor]]] = {}
+    for clients, kind, level in product((2, 3, 5, 12), KINDS, LEVELS):
+        world = worlds(kind, level, clients, keys)
+        means = products_of(world)
+        for steps in (20, 100) if clients < 12 else (100,):
+            each = cell(world, means, kind, level, clients, steps)
+            group = f"2 and 3 clients, {kind}" if clients < 5 else f"{clients} clients"
+            effective = 1 / world.data.weight.square().sum(-1)
+            for name, threshold in thresholds(effective).items():
+                if names and name not in names:
+                    continue
+                chosen = default_rule(each.trace, threshold)
+                ratio = (each.losses.gather(0, chosen[None])[0] / each.losses[-1])[each.stable]
+                for of in (group, "all"):
+                    parts.setdefault(name, {}).setdefault(of, []).append(ratio)
+    groups = list(next(iter(parts.values())))
+    rows = [f"| threshold | {' | '.join(groups)} |", "| :-- |" + " --: |" * len(groups)]
+    for name, found in parts.items():
+        joined = [torch.cat(found[group]) for group in groups]
+        cells = [
+            f"{100 * ratio.log().mean():+.2f}, {100 * (ratio > 1.02).double().mean():.1f}, "
+            f"{100 * (ratio > 1.1).double().mean():.1f}"
+            for ratio in joined
+        ]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    half = len(WORLDS) // 2
     match sys.argv[1:]:
         case ["run"]:
             run_map()
@@ -477,6 +528,10 @@ def main() -> None:
             print(tables())
         case ["plot"]:
             plot()
+        case ["rules"]:
+            print(compare_rules(WORLDS[:half]))
+        case ["rules", "--test"]:
+            print(compare_rules(WORLDS[half:], ("constant 17", "10 (n - 1)^(1/4)")))
         case _:
             raise SystemExit(__doc__)
 
