@@ -269,12 +269,8 @@ def test_rows_without_a_value_are_counted_in_a_warning() -> None:
             "iid",
             3,
             {"tset": 0.1},
-<<<<<<< HEAD
-            "unknown key 'split.tset'; did you mean 'test'. It can be: test, unseen, clients, reorder_size, orders, "
-            "reorder, validation;",
-=======
-            "unknown key 'split.tset'; did you mean 'test'. It can be: test, shots, unseen, clients, validation;",
->>>>>>> prompts
+            "unknown key 'split.tset'; did you mean 'test'. It can be: test, shots, unseen, clients, reorder_size, "
+            "orders, reorder, validation;",
         ),
         ("dirichlt", 3, {}, "unknown split 'dirichlt'; did you mean 'dirichlet'"),
         ("dirichlet", 3, {"alpa": 1.0}, "'split.alpa'; did you mean 'alpha'"),
