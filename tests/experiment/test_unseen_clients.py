@@ -128,3 +128,10 @@ def test_sites_refuse_unseen_clients(tmp_path: Path) -> None:
     assert load_config(path) == _settings(path, {})
     with pytest.raises(FlowerError, match=r"split\.unseen is for simulations"):
         _settings(path, {"set": "split.name=iid split.clients=3 split.unseen=1"})
+
+
+def test_sites_refuse_orders_by_client(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('[method]\nname = "fedavg"\n')
+    with pytest.raises(FlowerError, match=r"split\.reorder is for simulations"):
+        _settings(path, {"set": "split.name=iid split.clients=3 split.reorder=patches split.reorder_size=2"})
