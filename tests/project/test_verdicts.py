@@ -45,7 +45,7 @@ def rows() -> list[Row]:
 def plain(text: str) -> str:
     """Return a text with simple minus signs, and without plus signs, units, backslashes and line breaks."""
     text = re.sub(r"\s+", " ", text).replace("−", "-").replace("+", "")
-    return text.replace("\\[", "[").replace(" points [", " [")
+    return text.replace("\\[", "[").replace(" points [", " [").replace("% [", " [")
 
 
 def evidence(method: str) -> str:

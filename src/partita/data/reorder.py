@@ -154,8 +154,8 @@ def window_places(content: Tensor, offsets: Tensor, of_row: Tensor, permutations
         cut[:, length, :length] = permutations[permutations < length].reshape(len(permutations), length)
     ranks, counts, rows = _ranks(content, offsets)
     start = ranks // size * size
-    length = (counts[rows] - start).clamp(max=size)
-    return _sources(content, offsets, rows, start + cut[of_row[rows], length, ranks - start])
+    lengths = (counts[rows] - start).clamp(max=size)
+    return _sources(content, offsets, rows, start + cut[of_row[rows], lengths, ranks - start])
 
 
 def _ranks(content: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,7 +26,7 @@ def default_threshold(clients: float) -> float:
     Args:
         clients: Effective number of clients: 1 / Σ p² for weights p that sum to one.
     """
-    return FACTOR * max(clients - 1.0, 0.0) ** 0.25
+    return float(FACTOR * max(clients - 1.0, 0.0) ** 0.25)
 
 
 @dataclass(frozen=True)

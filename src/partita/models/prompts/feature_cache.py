@@ -39,6 +39,7 @@ class CachedFeatures(PromptModel):
         out = self.towers.compare(params, image, self.towers.text_features(params[CONTEXT]))
         if not self.known:
             return out
+        assert out.features is not None
         votes = similarities(out.features, params[KEYS].detach(), self.beta)
         return Output(out.logits + params[WEIGHT].detach() * votes.to(out.logits.dtype), out.features)
 
