@@ -674,13 +674,13 @@ def test_alignment_study_cuts_public_images_out_of_the_data(tmp_path: Path) -> N
     task = load("images", Key(0), path=tmp_path / "test", size=8)
     rows = align.public_rows(task, 1, Key(settings.seed))
     assert task.train.targets[rows].tolist() == [0, 1], "one of each class"
-    # All images of a class are copies of each other here, so cutting out one cuts out all: make some differ.
+    # All images of a class are copies of each other here: make them differ, and leave one copy of a public image.
     table = parquet.read_table(tmp_path / "test" / "train.parquet")
     images = table["image"].to_pylist()
-    other = images[: len(images) - 2]
-    for place, image in enumerate(other):
+    for place, image in enumerate(images):
         image["bytes"] += bytes([place])  # what follows the end of a PNG is not read
-    images[int(rows[0])]["bytes"] = other[0]["bytes"] if int(rows[0]) else images[0]["bytes"]
+    twin = next(row for row in range(len(images)) if row not in rows.tolist())
+    images[twin]["bytes"] = images[int(rows[0])]["bytes"]
     column = pyarrow.array(images, table.schema.field("image").type)
     changed = table.set_column(table.schema.get_field_index("image"), table.schema.field("image"), column)
     parquet.write_table(changed, tmp_path / "test" / "train.parquet")
@@ -690,6 +690,7 @@ def test_alignment_study_cuts_public_images_out_of_the_data(tmp_path: Path) -> N
     left = {image["bytes"] for image in rest["image"].to_pylist()}
     assert not left & {images[row]["bytes"] for row in facts["rows"]}, "no client can hold a public image or a copy"
     assert left | {images[row]["bytes"] for row in facts["rows"]} == {image["bytes"] for image in images}
+    assert (facts["rows"], facts["copies_in_train"]) == (rows.tolist(), 1)
     assert facts["rows_left"] == len(rest) == len(images) - len(facts["rows"]) - facts["copies_in_train"]
     assert rest.schema.metadata == table.schema.metadata, "with the names of the classes"
     reloaded = load("images", Key(0), path=tmp_path / "rest" / "test-pair", size=8)
