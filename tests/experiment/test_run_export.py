@@ -291,7 +291,7 @@ PROMPTS: dict[str, Raw] = {
     "fedotp": {"text_tokens": 3},
     "fedpgp": {"text_tokens": 4, "rank": 2},
     "fedclip": {},
-    "pfedprompt": {"text_tokens": 3, "shots": 2},
+    "pfedprompt": {"text_tokens": 3, "shots": 2, "alpha": 2.0},
     "zero-shot": {},
     "promptfl+ditto": {"text_tokens": 3},
 }
