@@ -238,7 +238,7 @@ def test_compare_method_options_can_be_lists_and_other_tables(config: Path, tmp_
     specs = "fedavg, layer-skipping(layers=[0], embeddings=true, training.lr=0.5),fedprox(mu=2)"
     runs = [settings for _, settings in expand(config, ["rounds=2"], specs, 1, tmp_path)]
     assert [each.method for each in runs] == [
-        {"name": "fedavg"},
+        {"name": "fedavg", "finetune": 0},
         {"name": "layer-skipping", "layers": (0,), "embeddings": True},
         {"name": "fedprox", "mu": 2},
     ]

@@ -61,7 +61,7 @@ class Layer:
 
 
 def general_tags(module: nn.Module) -> dict[str, Names]:
-    """Return the tags of every parameter: exactly one role, "layer.N" inside a layer, and its tower if it has several.
+    """Return the tags of every parameter: exactly one role, "layer.N" inside a layer, "pooler" in one, and the tower.
 
     Args:
         module: A transformers module. It may be on the meta device.
@@ -74,7 +74,8 @@ def general_tags(module: nn.Module) -> dict[str, Names]:
         start = next((part for part in _prefixes(path) if part in inside), None)
         tower = towers.get(_tower(path), ())
         if start is None:
-            tags[path] = frozenset({_outer_role(module, path, body), *tower})
+            pooler = {"pooler"} & set(path.split("."))
+            tags[path] = frozenset({_outer_role(module, path, body), *pooler, *tower})
         else:
             # In XLM, a layer has a part of each of several lists, whose names say what the parts are.
             within = path.removeprefix(f"{start}." if len(inside[start].paths) == 1 else f"{_stem(_stem(start))}.")
