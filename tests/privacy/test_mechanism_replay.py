@@ -73,7 +73,8 @@ def test_clients_are_asked_for_choices_with_examples_that_point_at_one_layer() -
     """First once, to see which layers are reported. Then rounds are asked in turn, of one artificial client each."""
     rule, model = Telling(), ToyTransformer(width=4, layers=3)
     run = toy_run(replace(fedavg(), client_rules=(rule,)), 2)
-    scores = mechanism_choice._collect_scores(run, model, Clients(a=8, b=3), initial_server(run, model), RELEASE)
+    server = initial_server(run, model)
+    scores = mechanism_choice._collect_scores(run, model, Clients(a=8, b=3), server, RELEASE, range(2))
     assert scores.tolist() == [[mechanism_choice.LARGE_FACTOR, 0.0, 0.0]] * 5
     copies = round(2.0 * math.sqrt(3) / 0.5)
     rounds = [(0, "a 0"), (0, "a 0"), (1, "a 0"), (0, "a 1"), (1, "a 1"), (0, "a 2")]

@@ -13,7 +13,7 @@ from playing.tables import matrix, tables
 from playing.work import configured
 
 STUDIES = Path(__file__).parents[2] / "studies"
-FILES = [file for file in sorted(STUDIES.glob("*/*.toml")) if "arms" in tomllib.loads(file.read_text())]
+FILES = [file for file in sorted(STUDIES.rglob("*.toml")) if "arms" in tomllib.loads(file.read_text())]
 
 
 def parts(study: Study, on: str | None = None) -> list[str]:
