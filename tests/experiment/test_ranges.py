@@ -30,6 +30,7 @@ from partita.core.options import (
     validate_options,
 )
 from partita.core.rounds import initial_server
+from partita.data.split import COMMON_OPTIONS
 from partita.experiment.builder import build
 from partita.experiment.config import ConfigError, apply_override, load, parse, schema
 from partita.experiment.runner import start
@@ -71,7 +72,7 @@ def test_schema_has_every_table_and_its_options() -> None:
     assert {"", "training", "engine", "privacy", "method fedprox", "data images", "split flwr", "model vit"} <= {
         *SCHEMA
     }
-    assert {"clients", "alpha", "min_examples", "validation", "test", "unseen"} == {*SCHEMA["split dirichlet"]}
+    assert {"clients", "alpha", "min_examples", *COMMON_OPTIONS} == {*SCHEMA["split dirichlet"]}
     assert {"shots", "new_classes"} == {*SCHEMA["data digits"]}
     assert "key" not in SCHEMA["data synthetic"]
 
