@@ -155,7 +155,8 @@ def test_worker_processes_draw_the_same_masks() -> None:
         together = list(rounds(one.run, one.model, engine))
     finally:
         engine.close()
-    assert max_difference(final_params(alone), final_params(together)) == 0
+    # Other masks would change much more. Some kernels round by where in memory their inputs lie.
+    assert max_difference(final_params(alone), final_params(together)) < 1e-8
 
 
 def private_run(clipping: str, microbatch: int | None = None) -> Run:
