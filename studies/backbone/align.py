@@ -185,7 +185,7 @@ def towers(settings: Settings) -> tuple[Any, Any, tuple[tuple[float, ...], tuple
             projection = torch.eye(sight.config.hidden_size)
         pair = VisionTextDualEncoderModel(vision_model=sight, text_model=text)
     if kind.startswith("clip"):
-        place(pair.vision_model, settings.size)  # not before: what transformers did not load itself, it draws anew
+        place(pair.vision_model, settings.size)  # not before: what transformers did not load itself, it draws again
     pair.config.projection_dim = pair.projection_dim = len(projection)
     pair.visual_projection = nn.Linear(projection.shape[1], len(projection), bias=False)
     pair.visual_projection.weight.data = projection.clone()

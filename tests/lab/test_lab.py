@@ -126,8 +126,8 @@ def test_profile_gradient_matches_autograd_and_differences(name: str) -> None:
 
     nudge = torch.zeros_like(world.kernel.key)
     nudge[1, 0] = 1.0
-    slope = (at(1e-6) - at(-1e-6)) / 2e-6
-    assert float(slope) == pytest.approx(float(gradient.key[1, 0]), rel=1e-5, abs=1e-8)
+    difference_quotient = (at(1e-6) - at(-1e-6)) / 2e-6
+    assert float(difference_quotient) == pytest.approx(float(gradient.key[1, 0]), rel=1e-5, abs=1e-8)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7])
@@ -182,10 +182,10 @@ def test_small_warmup_steps_from_fitted_values_descend_on_the_profile() -> None:
     trace = warm_up(many, Setting(0.02, 2, 12, RIDGE), features)
     values = torch.stack([profile(moments(many.data, trace.kernel_at(t), features), RIDGE) for t in range(13)])
     assert (values[1:] < values[:-1]).all()
-    slope = profile_gradient(world.data, world.kernel, RIDGE, features)
+    gradient = profile_gradient(world.data, world.kernel, RIDGE, features)
     tiny = warm_up(many, Setting(1e-7, 1, 1, RIDGE), features)
     step = (tiny.kernel_at(1).query[0] - world.kernel.query) / -1e-7
-    torch.testing.assert_close(step, slope.query, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(step, gradient.query, atol=1e-6, rtol=1e-6)
 
 
 # ---- generated federations

@@ -37,8 +37,8 @@ def test_moon_rounds_match_the_paper() -> None:
                 logits = torch.stack([functional.cosine_similarity(out.features, z) for z in others], 1) / temperature
                 contrast = functional.cross_entropy(logits, torch.zeros(len(indices), dtype=torch.long))
                 loss = model.losses(out, batch.targets).mean() + mu * contrast
-                slopes = torch.autograd.grad(loss, list(live.values()))
-                live = {name: live[name] - rate * slope for name, slope in zip(live, slopes, strict=True)}
+                gradients = torch.autograd.grad(loss, list(live.values()))
+                live = {name: live[name] - rate * gradient for name, gradient in zip(live, gradients, strict=True)}
             last[client] = {name: value.detach() for name, value in live.items()}
         sent = {name: (last["a"][name] + last["b"][name]) / 2 for name in sent}
         assert max_difference(ours[number].server.params, sent) < 1e-12

@@ -210,8 +210,8 @@ def test_gradient_selects_the_layers_with_the_largest_gradients() -> None:
     MODEL.losses(MODEL(live, batch.inputs), batch.targets).mean().backward()
     norms = {}
     for layer in LAYERS:
-        slopes = [live[name].grad for name in MODEL.names(layer)]
-        norms[layer] = math.sqrt(sum(float(slope.square().sum()) for slope in slopes if slope is not None))
+        gradients = [live[name].grad for name in MODEL.names(layer)]
+        norms[layer] = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients if gradient is not None))
     choice = run_selection(make_rule(Gradient(probe=1.0)))
     assert choice.metrics == {f"gradient/{layer}": pytest.approx(norm, rel=1e-4) for layer, norm in norms.items()}
     assert selected_layers(choice) == sorted(sorted(LAYERS, key=lambda layer: -norms[layer])[:2])
@@ -223,8 +223,8 @@ def test_gradient_of_a_long_probe_equals_one_pass() -> None:
     batch = many.take(torch.arange(150))
     live = {name: value.clone().requires_grad_() for name, value in MODEL.initial.items()}
     MODEL.losses(MODEL(live, batch.inputs), batch.targets).mean().backward()
-    slopes = torch.cat([live[name].grad.flatten() for name in sorted(MODEL.names("layer.2"))])  # type: ignore[union-attr]
-    assert whole["gradient/layer.2"] == pytest.approx(float(slopes.norm()), rel=1e-4)
+    gradients = torch.cat([live[name].grad.flatten() for name in sorted(MODEL.names("layer.2"))])  # type: ignore[union-attr]
+    assert whole["gradient/layer.2"] == pytest.approx(float(gradients.norm()), rel=1e-4)
 
 
 def test_gradient_scores_ignore_frozen_parameters() -> None:

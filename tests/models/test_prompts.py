@@ -325,9 +325,9 @@ def test_global_prompts_get_a_first_gradient_only_with_a_nonzero_output() -> Non
         params = {name: value.clone().requires_grad_() for name, value in model.initial.items()}
         model.losses(model(params, PIXELS), torch.zeros(5, dtype=torch.long)).sum().backward()
         for name in model.names("global"):
-            slope = params[name].grad
-            assert slope is not None
-            assert (slope.abs().max() > 0) == (output > 0)
+            gradient = params[name].grad
+            assert gradient is not None
+            assert (gradient.abs().max() > 0) == (output > 0)
 
 
 def test_prompt_tags_separate_owners_towers_and_fusion() -> None:

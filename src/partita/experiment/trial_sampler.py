@@ -1,6 +1,6 @@
 """Which settings the next trial tries, and whether a trial is stopped, decided by Optuna from the trials so far.
 
-Both follow from the recorded trials and the seed alone: the study is built anew in memory for every decision. So a
+Both follow from the recorded trials and the seed alone: the study is rebuilt in memory for every decision. So a
 tuning that is killed and started again makes the same decisions.
 """
 

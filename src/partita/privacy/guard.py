@@ -38,7 +38,7 @@ class PrivacyConfig:
     ] = "example"
     group: Annotated[str | None, "column with the group of each row, such as `patient_id`; `group` only"] = None
     max_per_group: Annotated[
-        Count | None, "examples of a group that take part in a round, drawn anew in each; `group` only; left out: all"
+        Count | None, "examples of a group that take part in a round, a new draw in each; `group` only; left out: all"
     ] = None
     epsilon: Annotated[Positive | None, "budget; the noise is computed from it"] = None
     noise: Annotated[NotNegative | None, "standard deviation of the noise, in multiples of the clip"] = None
