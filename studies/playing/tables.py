@@ -9,7 +9,7 @@ from typing import Any
 
 from partita.report.comparison import Difference
 from partita.report.metric import Metric, metric_named
-from partita.report.tables import holm
+from partita.report.tables import corrected, paired_difference
 from playing.choice import tail
 from playing.lines import Line
 from playing.study import Point, Study
@@ -77,28 +77,8 @@ def summarize(
         for arm, row in rows.items()
         if arm != study.baseline
     }
-    tested = {arm: each.p for arm, each in differences.items() if each.p is not None}
-    by_holm = dict(zip(tested, holm(list(tested.values())), strict=True))
-    differences = {arm: replace(each, p_holm=by_holm.get(arm)) for arm, each in differences.items()}
+    differences = corrected(differences)
     return [replace(row, difference=differences.get(arm)) for arm, row in rows.items()]
-
-
-def paired_difference(pairs: Sequence[tuple[float, float]]) -> Difference:
-    """Return the mean difference of pairs (before, after), with Student's 95% interval and the p of a paired t test.
-
-    Args:
-        pairs: One pair per seed. With fewer than two, nothing but their number is known.
-    """
-    gaps = [after - before for before, after in pairs]
-    if len(gaps) < 2:
-        return Difference(len(gaps))
-    if max(gaps) - min(gaps) < 1e-12:  # a t test would only measure rounding
-        return Difference(len(gaps), statistics.fmean(gaps))
-    from scipy import stats
-
-    test = stats.ttest_rel([after for _, after in pairs], [before for before, _ in pairs])
-    low, high = test.confidence_interval(0.95)
-    return Difference(len(gaps), statistics.fmean(gaps), float(low), float(high), float(test.pvalue))
 
 
 def _row(arm: str, lines: Sequence[Line], metric: Metric, part: str, last: int) -> Row:

@@ -45,7 +45,7 @@ def configured(planned: Planned, threads: int | None = None) -> Config:
 
 
 def _without_test(config: Config, planned: Planned) -> Config:
-    from dataclasses import replace
+    from partita.experiment.validation_only import validation_only
 
     if not config.split["validation"]:
         raise StudyError("split.validation is 0, so no client has validation examples to tune on; set it in the config")
@@ -54,19 +54,7 @@ def _without_test(config: Config, planned: Planned) -> Config:
             "tuning reads exact scores on the clients' validation examples, which the guarantee of [privacy] does not "
             "cover; tune on public data of the same kind, or accept that with disclose_validation = true in [tune]"
         )
-    evaluate = replace(
-        config.evaluate,
-        every=0,
-        personal_every=0,
-        samples=0,
-        subgroups=None,
-        subgroup_min=None,
-        validation_every=config.validation_every or 1,
-        validation_metric=planned.score,
-    )
-    return replace(
-        config, evaluate=evaluate, privacy=config.privacy and replace(config.privacy, disclose_validation=True)
-    )
+    return validation_only(config, planned.score, disclose=True)
 
 
 def play(planned: Planned, work: Path, threads: int, commit: str | None, again: bool = False) -> Line:

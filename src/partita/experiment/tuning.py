@@ -37,6 +37,7 @@ from partita.experiment.run_names import split_methods
 from partita.experiment.runner import start_or_resume
 from partita.experiment.search_space import Space, check_methods, checked, parse_space, spaces_of, with_settings
 from partita.experiment.trial_sampler import Outcome, Pruner, Sampler, Search
+from partita.experiment.validation_only import validation_only
 from partita.storage.atomic_files import DamageError, LinkError, read_json
 from partita.storage.safe_text import label_folder
 
@@ -201,7 +202,7 @@ def tune_method(study: Study, threads: int | None = None) -> None:
         threads: Number of torch threads, if the config does not set it.
     """
     done = study.trials()
-    tuned = _without_test(study.default, study.options)
+    tuned = validation_only(study.default, study.options.metric, study.options.disclose_validation)
     # The direction of the metric is that of the task, which must be loaded for it. Errors in the config show here.
     metric = validation_metric(tuned, build(replace(tuned, seed=tuned.seed + FIRST_SEED)).evaluator)
     while not _ended(study, done):
@@ -309,25 +310,10 @@ def _rows(config: Config, folder: Path) -> Iterator[Row]:
 
 
 def _trial_config(study: Study, trial: Trial, place: int, threads: int | None) -> Config:
-    config = _without_test(study.load(_changed(study, trial)), study.options)
+    changed = study.load(_changed(study, trial))
+    config = validation_only(changed, study.options.metric, study.options.disclose_validation)
     engine = replace(config.engine, threads=config.engine.threads or threads)
     return replace(config, seed=study.default.seed + FIRST_SEED + place, engine=engine)
-
-
-def _without_test(config: Config, options: Options) -> Config:
-    """Return a config that is scored on validation and never touches a test set."""
-    evaluate = replace(
-        config.evaluate,
-        every=0,
-        personal_every=0,
-        samples=0,
-        subgroups=None,
-        subgroup_min=None,
-        validation_every=config.validation_every or 1,
-        validation_metric=options.metric or config.evaluate.validation_metric,
-    )
-    privacy = config.privacy and replace(config.privacy, disclose_validation=options.disclose_validation)
-    return replace(config, evaluate=evaluate, privacy=privacy)
 
 
 def _check_validation(config: Config, options: Options) -> None:

@@ -55,9 +55,13 @@ def compare(records: Sequence[RunRecord], target: float | None = None, metric: s
     asked = target
     if target is None and (reference := mean(list(finals[first].values()))) is not None:
         target = worse_share(chosen, reference) * reference
-    differences = {label: _difference(groups[first], runs, metric) for label, runs in groups.items() if label != first}
+    differences = {
+        label: paired_difference(_pairs(groups[first], runs, metric))
+        for label, runs in groups.items()
+        if label != first
+    }
     if len(groups) > 2:
-        differences = _corrected(differences)
+        differences = corrected(differences)
     own = tuple(dict.fromkeys(metric for record in records for metric in record.own_metrics))
     gained, recorded = gains(groups, chosen), recorded_metrics(records)
     lines = tuple(
@@ -217,8 +221,12 @@ def _comparable(one: RunRecord, other: RunRecord, metric: str) -> bool:
     return (one.finished and other.finished) or tested(one, metric)[-1][0] == tested(other, metric)[-1][0]
 
 
-def _difference(first: list[RunRecord], runs: list[RunRecord], metric: str) -> Difference:
-    pairs = _pairs(first, runs, metric)
+def paired_difference(pairs: Sequence[tuple[float, float]]) -> Difference:
+    """Return the mean difference of pairs (before, after), with Student's 95% interval and the p of a paired t test.
+
+    Args:
+        pairs: One pair per seed. With fewer than two, nothing but their number is known.
+    """
     if len(pairs) < 2:
         return Difference(len(pairs))
     gaps = [after - before for before, after in pairs]
@@ -234,7 +242,8 @@ def _difference(first: list[RunRecord], runs: list[RunRecord], metric: str) -> D
     return Difference(len(pairs), statistics.fmean(gaps), float(interval.low), float(interval.high), float(test.pvalue))
 
 
-def _corrected(differences: dict[str, Difference]) -> dict[str, Difference]:
+def corrected(differences: Mapping[str, Difference]) -> dict[str, Difference]:
+    """Return the differences with p-values corrected by Holm over those that have one."""
     tests = {label: difference.p for label, difference in differences.items() if difference.p is not None}
     by_holm = dict(zip(tests, holm(list(tests.values())), strict=True))
     return {label: replace(difference, p_holm=by_holm.get(label)) for label, difference in differences.items()}
