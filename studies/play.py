@@ -88,6 +88,7 @@ def _arguments() -> argparse.Namespace:
         command.add_argument("--retry", action="store_true", help=f"also play runs that have failed {TRIES} times")
         command.add_argument("--dry-run", action="store_true", help="list what would be played")
         command.add_argument("--archive", type=Path, metavar="FILE.tar.gz", help="all lines and logs in one file")
+        command.add_argument("--commit", help="the commit of the source, where git does not say it")
         command.add_argument(
             "--work", type=Path, default=Path("runs/studies"), help="folder for the folders of runs while they run"
         )
@@ -118,7 +119,7 @@ def _play(studies: Sequence[Study], asked: argparse.Namespace) -> int:
         if asked.dry_run:
             _print_list(planned, studies, kind)
             return 0
-        player = _Player(by_file, kind, asked.jobs, asked.work.resolve(), deadline, asked.archive, asked.retry)
+        player = _Player(by_file, kind, asked.jobs, asked.work.resolve(), deadline, asked)
         player.play(planned)
         # Arms that take the choice of another arm and tune more on top of it can be planned only now.
         while kind == "tune" and not player.stopped:
@@ -167,19 +168,18 @@ class _Player:
         jobs: int,
         work: Path,
         deadline: float | None,
-        archive: Path | None,
-        retry: bool,
+        asked: argparse.Namespace,
     ) -> None:
         self.studies, self.kind, self.jobs, self.work = studies, kind, jobs, work
-        self.deadline, self.archive = deadline, archive
+        self.deadline, self.archive = deadline, asked.archive
         self.began, self.archived = time.monotonic(), 0.0
-        self.commit, self.lengths = _commit(), Lengths()
+        self.commit, self.lengths = asked.commit or _commit(), Lengths()
         self.seen: set[str] = set()
         self.done = self.failed = self.left = self.code = 0
         self.stopped = False
         failures = ((file, line) for file, study in studies.items() for line in read_lines(study.output("failed")))
         tried = Counter(f"{file} {key_of(line)} {line['digest']}" for file, line in failures)
-        self.tried = {} if retry else dict(tried)
+        self.tried = {} if asked.retry else dict(tried)
         for file, study in studies.items():
             for line in read_runs(study, kind):
                 if _ran_here(line):
