@@ -1,6 +1,6 @@
 """Where freezing the kernel helps: the number of clients in the mean, the local steps, and how clients differ.
 
-    python studies/laboratory/clients.py run            every cell of the map; writes clients.csv
+    python studies/laboratory/clients.py run            every cell of the map that clients.csv does not have
     python studies/laboratory/clients.py partial        3 of 20 clients a round; writes partial.csv
     python studies/laboratory/clients.py table          the tables, from these files
     python studies/laboratory/clients.py plot           the map, clients.png
@@ -266,12 +266,17 @@ FIELDS = (
 
 
 def run_map() -> None:
+    """Play the cells that are not in the file yet."""
     check()
-    with (HERE / "clients.csv").open("w", newline="") as file:
+    path = HERE / "clients.csv"
+    known = path.read_text().splitlines() if path.exists() else []
+    played = {(int(row["clients"]), row["kind"], float(row["level"])) for row in csv.DictReader(known)}
+    with path.open("a", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(FIELDS)
+        if not known:
+            rows.writerow(FIELDS)
         for clients, kind, level in product(CLIENTS, KINDS, LEVELS):
-            if clients == 30 and kind not in MANY:
+            if (clients, kind, level) in played or clients == 30 and kind not in MANY:
                 continue
             world = worlds(kind, level, clients, WORLDS)
             means = products_of(world)
