@@ -276,7 +276,7 @@ def run_map() -> None:
         if not known:
             rows.writerow(FIELDS)
         for clients, kind, level in product(CLIENTS, KINDS, LEVELS):
-            if (clients, kind, level) in played or clients == 30 and kind not in MANY:
+            if (clients, kind, level) in played or (clients == 30 and kind not in MANY):
                 continue
             world = worlds(kind, level, clients, WORLDS)
             means = products_of(world)
