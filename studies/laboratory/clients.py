@@ -54,7 +54,6 @@ KINDS = {
 CLIENTS = (2, 3, 5, 12, 30)
 STEPS = (20, 100, 300)
 LEVELS = (1.0, 3.0)
-MANY = ("kernel", "mixed")  # the kinds that are played with thirty clients too
 WORLDS = range(42000, 42064)  # the first half is for the development of the automatic rule
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.5, 0.8)
 TAIL = 15  # rounds at the end whose mean counts under partial participation
@@ -276,7 +275,7 @@ def run_map() -> None:
         if not known:
             rows.writerow(FIELDS)
         for clients, kind, level in product(CLIENTS, KINDS, LEVELS):
-            if (clients, kind, level) in played or (clients == 30 and kind not in MANY):
+            if (clients, kind, level) in played:
                 continue
             world = worlds(kind, level, clients, WORLDS)
             means = products_of(world)
