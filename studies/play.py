@@ -4,6 +4,7 @@
     python studies/play.py run STUDY.toml...      play the runs; lines go to STUDY.jsonl
     python studies/play.py table STUDY.toml...    print Markdown tables
     python studies/play.py plot STUDY.toml...     draw SVG pictures beside the study
+    python studies/play.py layers STUDY.toml...   print how often clients chose each layer
 
 Docs: studies/README.md. The exit code is 0 if all runs have a line, 1 if some failed, and 3 if the time was up and some
 are left.
@@ -49,6 +50,12 @@ def main() -> int:
             for study in studies:
                 print(shown(study, read_runs(study, "run"), asked.score, asked.on))
             return 0
+        if asked.command == "layers":
+            from playing.tables import layers
+
+            for study in studies:
+                print(layers(study, read_runs(study, "run")))
+            return 0
         if asked.command == "plot":
             from playing.plots import plot
 
@@ -65,9 +72,11 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("tune", "run", "table", "plot"):
+    for name in ("tune", "run", "table", "plot", "layers"):
         command = commands.add_parser(name)
         command.add_argument("studies", nargs="+", type=Path, metavar="STUDY.toml")
+        if name == "layers":
+            continue
         if name in ("table", "plot"):
             command.add_argument("--score", help="another metric than the study's")
             command.add_argument("--on", choices=("test", "personal"), help="another part than the study's")

@@ -392,7 +392,7 @@ def plan_run(
         point: The point of the axes.
         seed: The seed.
         chosen: Values from the grid.
-        overrides: Texts such as "data.path=trec".
+        overrides: Texts such as "data.path=trec". Those of places do not hold for an arm that names its own place.
         edge: The keys whose chosen value is at the edge of its grid.
     """
     from partita.experiment.config import apply_override, read_toml
@@ -410,6 +410,9 @@ def plan_run(
     raw["seed"] = seed
     for text in overrides:
         apply_override(raw, text)
+    for key in PLACES:  # an arm with another model or other data than the rest keeps its own
+        if key in arm.change.settings:
+            _put(raw, key, arm.change.settings[key], study)
     disclosed = bool(study.tuning and study.tuning.disclose_validation)
     folder = study.config.parent.resolve()
     score, on, record = study.score, study.on, study.record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -210,6 +211,41 @@ def matrix(study: Study, lines: Sequence[Line], score: str | None = None, on: st
         if any(arm in rows for rows in columns):
             text.append([f"`{arm}`", *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in text) + "\n"
+
+
+def layers(study: Study, lines: Sequence[Line]) -> str:
+    """Return a table of how often each arm's clients chose each layer: the share of clients, rounds and seeds, in %.
+
+    Args:
+        study: The study.
+        lines: The lines of its runs, or of its tuning.
+    """
+    parts = []
+    for point in study.points():
+        own = [line for line in lines if line["point"] == dict(point)]
+        shares = {arm: layer_shares([line for line in own if line["arm"] == arm]) for arm in study.arms}
+        shares = {arm: found for arm, found in shares.items() if found}
+        if not shares:
+            continue
+        numbers = range(max(max(found) for found in shares.values()) + 1)
+        text = [["", "mean layer", *map(str, numbers)], ["---", *["--:"] * (len(numbers) + 1)]]
+        for arm, found in shares.items():
+            mean = sum(number * share for number, share in found.items()) / sum(found.values())
+            text.append([f"`{arm}`", f"{mean:.1f}", *(f"{100 * found.get(number, 0.0):.0f}" for number in numbers)])
+        title = ", ".join(f"{axis} = {value}" for axis, value in point.items())
+        rows = "\n".join(f"| {' | '.join(line)} |" for line in text)
+        parts.append("\n\n".join([*([f"**{title}**"] if title else []), rows]))
+    if not parts:
+        return f"{study.name}: no runs whose clients choose layers"
+    about = "How often a layer was chosen, in % of clients, rounds and seeds. Layer 0 is next to the input."
+    return "\n\n".join([*parts, about]) + "\n"
+
+
+def layer_shares(lines: Iterable[Line]) -> dict[int, float]:
+    """Return the share of clients and rounds that chose a layer, by its number; empty if no client chose layers."""
+    choices = [chosen for line in lines for row in line.get("layers") or () for chosen in (row or {}).values()]
+    times = Counter(int(layer.removeprefix("layer.")) for chosen in choices for layer in chosen)
+    return {number: count / len(choices) for number, count in sorted(times.items())}
 
 
 def spread(values: Iterable[float], metric: Metric) -> str:

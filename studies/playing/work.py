@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
+DIVERGED = ("finite", "implausible")  # words of errors about numbers that are not finite, and updates that are too long
+
 
 def configured(planned: Planned, threads: int | None = None) -> Config:
     """Return the validated config of a run. A run that tunes is scored on validation and never reads a test set.
@@ -80,7 +82,7 @@ def play(planned: Planned, work: Path, threads: int, commit: str | None, again: 
         for _ in start_or_resume(config, folder):
             pass
     except (RuntimeError, ValueError) as error:
-        if "finite" not in str(error):
+        if not any(word in str(error) for word in DIVERGED):
             raise
         diverged = str(error)  # a result: this setting does not train
     rows = list(run_folder.read_rows(folder))

@@ -105,6 +105,12 @@ def test_overrides_of_places_do_not_change_the_digest(tmp_path: Path) -> None:
     assert digest() != digest("training.lr=0.5")
 
 
+def test_an_arm_keeps_the_place_that_it_names(tmp_path: Path) -> None:
+    study = read_study(write_study(tmp_path, STUDY.replace('"model.patch" = 3', '"model.path" = "own"')))
+    [fedavg, own, _] = plan(study, "run", Asked(("model.path=there",), [], [0]), [])
+    assert (fedavg.raw["model"]["path"], own.raw["model"]["path"]) == ("there", "own")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from playing.plots import curves, differences, megabytes, plot
 from playing.study import Study, read_study
-from playing.tables import summarize, tables
+from playing.tables import layer_shares, layers, summarize, tables
 from scipy import stats
 from study_fixtures import STUDY, write_study
 
@@ -180,3 +180,13 @@ def test_bytes_add_up_over_rounds_and_directions() -> None:
     assert megabytes({"bytes": {"up": [10**6, 0], "down": [2 * 10**6, 10**6]}}) == [3.0, 4.0]
     assert megabytes({"bytes": {"both": [0, 0]}}) == []
     assert megabytes({}) == []
+
+
+def test_layers_are_counted_over_clients_rounds_and_seeds(study: Study, lines: list[dict[str, Any]]) -> None:
+    own = [line for line in lines if line["arm"] == "fedavg"]
+    for line in own:
+        line["layers"] = [{"c0": ["layer.0", "layer.3"], "c1": ["layer.3"]}, None]
+    own[0]["layers"][1] = {"c0": ["layer.10"], "c1": ["layer.3"]}
+    assert layer_shares(own[:2]) == pytest.approx({0: 2 / 6, 3: 5 / 6, 10: 1 / 6})
+    assert "| `fedavg` | 2.0 | 50 | 0 | 0 | 100 |" in layers(study, own[1:])
+    assert "no runs" in layers(study, [line for line in lines if line["arm"] != "fedavg"])
