@@ -44,8 +44,12 @@ def main() -> int:
     try:
         studies = [read_study(file) for file in asked.studies]
         if asked.command == "table":
-            from playing.tables import matrix, tables
+            from playing.tables import matrix, tables, tried
 
+            if asked.tuning:
+                for study in studies:
+                    print(tried(study, read_runs(study, "tune")))
+                return 0
             shown = matrix if asked.matrix else tables
             for study in studies:
                 print(shown(study, read_runs(study, "run"), asked.score, asked.on))
@@ -82,6 +86,7 @@ def _arguments() -> argparse.Namespace:
             command.add_argument("--on", choices=("test", "personal"), help="another part than the study's")
             if name == "table":
                 command.add_argument("--matrix", action="store_true", help="one table: arms by points of the axes")
+                command.add_argument("--tuning", action="store_true", help="all settings tried, scored on validation")
             continue
         command.add_argument("--jobs", type=int, default=1, help="runs at a time")
         command.add_argument("--minutes", type=float, help="stop after this time; finished runs are kept")

@@ -248,6 +248,51 @@ def layer_shares(lines: Iterable[Line]) -> dict[int, float]:
     return {number: count / len(choices) for number, count in sorted(times.items())}
 
 
+def tried(study: Study, lines: Sequence[Line]) -> str:
+    """Return one table of all settings that tuning tried, with their scores on validation.
+
+    Args:
+        study: The study.
+        lines: The lines of its tuning.
+    """
+    if study.tuning is None or not lines:
+        return f"{study.name}: no tuning yet"
+    metric = metric_named(study.score)
+    better = max if metric.higher_is_better else min
+    text = [["", "score on validation by setting", "best"], ["---", "---", "--:"]]
+    for point in study.tuning_points():
+        for arm in study.arms:
+            own = [line for line in lines if line["arm"] == arm and line["point"] == point]
+            by_setting: dict[str, list[float | None]] = {}
+            for line in own:
+                values = tail(line, study.score, "validation", study.tuning.last)
+                named = ", ".join(f"{key} {_setting(value)}" for key, value in line["chosen"].items())
+                by_setting.setdefault(named, []).append(statistics.fmean(values) if values else None)
+            # As in the choice: a setting counts only if all its seeds have a score.
+            means = {
+                named: statistics.fmean([value for value in values if value is not None])
+                if None not in values
+                else None
+                for named, values in by_setting.items()
+            }
+            known = [mean for mean in means.values() if mean is not None]
+            shown = "; ".join(
+                f"{name}: {MISSING if mean is None else metric.text(mean)}" for name, mean in means.items()
+            )
+            if own:
+                title = ", ".join([f"`{arm}`", *map(str, point.values())])
+                text.append([title, shown, metric.text(better(known)) if known else MISSING])
+    about = (
+        f"{metric.title_with_unit} on the clients' validation parts: mean over the last {study.tuning.last} rounds, "
+        f"seeds {', '.join(map(str, study.tuning.seeds))}; {MISSING}: not finite."
+    )
+    return "\n".join(f"| {' | '.join(line)} |" for line in text) + f"\n\n{about}\n"
+
+
+def _setting(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def spread(values: Iterable[float], metric: Metric) -> str:
     """Return mean ± standard deviation; the mean alone for one value."""
     known = list(values)

@@ -37,10 +37,7 @@ def configured(planned: Planned, threads: int | None = None) -> Config:
     from partita.experiment.config import parse
     from partita.experiment.config_code import anchored
 
-    raw = dict(planned.raw)
-    # Only a run that is interrupted needs checkpoints before its last round, and they are large.
-    raw.setdefault("checkpoint", {"every": raw.get("rounds", 20)})
-    config = parse(anchored(raw, planned.folder))
+    config = parse(anchored(dict(planned.raw), planned.folder))
     if planned.kind == "tune":
         config = _without_test(config, planned)
     return replace(config, engine=replace(config.engine, threads=config.engine.threads or threads))
@@ -62,6 +59,9 @@ def _without_test(config: Config, planned: Planned) -> Config:
 def play(planned: Planned, work: Path, threads: int, commit: str | None, again: bool = False) -> Line:
     """Play a run, or what is left of it if it was interrupted after a checkpoint, and return its line.
 
+    Without a table [checkpoint] in the config there are no checkpoints: tuning would write one after every round that
+    is the best so far, with all that clients keep.
+
     Args:
         planned: The run.
         work: Folder for the folders of runs. That of this run is deleted at the end.
@@ -70,16 +70,17 @@ def play(planned: Planned, work: Path, threads: int, commit: str | None, again: 
         again: Start from the beginning, whatever an earlier try has left.
     """
     from partita.experiment import run_folder
-    from partita.experiment.runner import start_or_resume
+    from partita.experiment.runner import start, start_or_resume
     from partita.storage.atomic_files import read_json
 
     folder = work / hashlib.blake2b(planned.name.encode(), digest_size=8).hexdigest()
-    if again:
+    resumable = "checkpoint" in planned.raw
+    if again or not resumable:
         shutil.rmtree(folder, ignore_errors=True)
     config = configured(planned, threads)
     began, diverged = time.perf_counter(), None
     try:
-        for _ in start_or_resume(config, folder):
+        for _ in start_or_resume(config, folder) if resumable else start(config, folder, checkpoints=False):
             pass
     except (RuntimeError, ValueError) as error:
         if not any(word in str(error) for word in DIVERGED):

@@ -12,10 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from playing import work
 from playing.choice import Asked, plan
 from playing.study import read_study
 from study_fixtures import write_study
+
+from partita.storage import checkpoint
 
 ROOT = Path(__file__).parents[2]
 ABSENT = ("datasets", "dp_accounting", "flwr", "matplotlib", "opacus", "optuna", "pandas", "peft", "rich", "typer")
@@ -112,3 +115,20 @@ def check_archive(folder: Path) -> None:
         stored = archive.extractfile("small.jsonl")
         assert stored is not None
         assert stored.read() == (folder / "small.jsonl").read_bytes()
+
+
+def test_a_run_without_a_table_checkpoint_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tuning would write one after each round that is the best so far. The line is the same with and without them."""
+    with_table = read_study(write_study(tmp_path / "with"))
+    config = (tmp_path / "with" / "tiny.toml").read_text().replace("[checkpoint]\nevery = 1\n", "")
+    without = read_study(write_study(tmp_path / "without", config=config))
+    [kept] = plan(with_table, "run", Asked(arms={"fedavg"}, seeds=[0]), [])
+    [run] = plan(without, "run", Asked(arms={"fedavg"}, seeds=[0]), [])
+    expected = work.play(kept, tmp_path / "work", 1, None)
+    monkeypatch.setattr(checkpoint, "save", _never)
+    found = work.play(run, tmp_path / "work", 1, None)
+    assert result(found) == result(expected)
+
+
+def _never(*args: object, **kwargs: object) -> None:
+    raise AssertionError("a checkpoint was written")

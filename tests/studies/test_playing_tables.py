@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from playing.plots import curves, differences, megabytes, plot
 from playing.study import Study, read_study
-from playing.tables import layer_shares, layers, summarize, tables
+from playing.tables import layer_shares, layers, summarize, tables, tried
 from scipy import stats
 from study_fixtures import STUDY, write_study
 
@@ -143,6 +143,24 @@ def test_another_metric_can_be_asked_for(study: Study, lines: list[dict[str, Any
 
 def test_a_study_without_runs_says_so(study: Study) -> None:
     assert tables(study, []) == "small: no runs yet"
+
+
+def test_settings_that_tuning_tried_are_listed_with_their_scores(tmp_path: Path) -> None:
+    text = STUDY + '[tune]\nseeds = [8, 9]\nlast = 2\n[tune.grid]\n"training.lr" = [0.1, 0.01]\n'
+    study = read_study(write_study(tmp_path, text))
+    scores = {
+        (0.1, 8): [0.9, 0.2, 0.3],
+        (0.1, 9): [0.1, 0.4, 0.5],
+        (0.01, 8): [0.5, 0.6, 0.7],
+        (0.01, 9): [0.1, None, 0.1],
+    }
+    lines = [
+        {"arm": "fedavg", "point": {}, "chosen": {"training.lr": lr}, "validation": {"accuracy": values}}
+        for (lr, _), values in scores.items()
+    ]
+    row = tried(study, lines).splitlines()[2]
+    assert row == "| `fedavg` | training.lr 0.1: 35.0; training.lr 0.01: – | 35.0 |"
+    assert tried(study, []) == "small: no tuning yet"
 
 
 def test_curves_are_means_over_seeds_at_each_tested_round(study: Study, lines: list[dict[str, Any]]) -> None:

@@ -45,7 +45,13 @@ from partita.storage.client_store import ClientStore, DiskStore, MemoryStore
 IN_MEMORY = "in memory"  # what the environment says about data without notes
 
 
-def start(config: Config, folder: Path, overwrite: bool = False, on_reply: OnReply | None = None) -> Iterator[Row]:
+def start(
+    config: Config,
+    folder: Path,
+    overwrite: bool = False,
+    on_reply: OnReply | None = None,
+    checkpoints: bool = True,
+) -> Iterator[Row]:
     """Start a run in a new folder and yield one row per round.
 
     Args:
@@ -53,6 +59,7 @@ def start(config: Config, folder: Path, overwrite: bool = False, on_reply: OnRep
         folder: The run folder.
         overwrite: Delete the run that the folder holds. This happens when the new run is ready to start.
         on_reply: Called for every client that replies.
+        checkpoints: Whether to write checkpoints. Without them the run cannot be resumed, and only its rows are kept.
 
     Raises:
         RunFolderError: If the folder already holds a run; with `overwrite`, if it is not a run folder.
@@ -75,9 +82,8 @@ def start(config: Config, folder: Path, overwrite: bool = False, on_reply: OnRep
         prepare(experiment, folder)
         disk = DiskStore(folder / run_folder.CLIENTS, experiment.device, {})
         with _engine_and_store(experiment, disk, on_reply, charged) as (engine, store):
-            yield from run_rounds(
-                experiment, folder, engine, store, initial_server(experiment.run, experiment.model), 0
-            )
+            server = initial_server(experiment.run, experiment.model)
+            yield from run_rounds(experiment, folder, engine, store, server, 0, checkpoints=checkpoints)
 
 
 def resume(config: Config, folder: Path, rounds: int | None = None, on_reply: OnReply | None = None) -> Iterator[Row]:
@@ -333,6 +339,7 @@ def run_rounds(
     server: Server,
     done: int,
     connected: Connected | None = None,
+    checkpoints: bool = True,
 ) -> Iterator[Row]:
     """Run the rounds from `done` on, record each one, and write the result at the end.
 
@@ -344,6 +351,7 @@ def run_rounds(
         server: The server state after `done` rounds.
         done: Rounds that are already finished.
         connected: Returns the clients that are connected, if they are remote.
+        checkpoints: Whether to write checkpoints, and at the end the digest of the models.
 
     Yields:
         The row of each round.
@@ -353,11 +361,18 @@ def run_rounds(
         open_trackers(config.track.to, tomllib.loads(config.to_toml()), folder) as track,
         record_progress(engine, folder, experiment.run, experiment.guard is not None, connected) as observed,
     ):
-        yield from _run_rounds(experiment, folder, observed, store, server, done, track)
+        yield from _run_rounds(experiment, folder, observed, store, server, done, track, checkpoints)
 
 
 def _run_rounds(
-    experiment: Experiment, folder: Path, engine: Engine, store: ClientStore, server: Server, done: int, track: Track
+    experiment: Experiment,
+    folder: Path,
+    engine: Engine,
+    store: ClientStore,
+    server: Server,
+    done: int,
+    track: Track,
+    checkpoints: bool,
 ) -> Iterator[Row]:
     config, run, model = experiment.config, experiment.run, experiment.model
     state = {slot: tensors.to(part, experiment.device) for slot, part in server.state.items()}
@@ -376,7 +391,8 @@ def _run_rounds(
         row = log_round(experiment, engine, result, time.perf_counter() - clock, signal, history)
         written.append(row)
         best = history.best(experiment)
-        if done % config.checkpoint.every == 0 or done in (run.rounds, best) or history.stopped:
+        due = done % config.checkpoint.every == 0 or done in (run.rounds, best) or history.stopped
+        if checkpoints and due:
             store.commit(done, best)
             checkpoint.save(
                 folder / run_folder.CHECKPOINTS,
@@ -396,7 +412,7 @@ def _run_rounds(
     summary = {
         "rounds": run.rounds,
         "seconds": round(time.perf_counter() - started, 3),
-        "digest": digest(experiment, server, store),
+        **({"digest": digest(experiment, server, store)} if checkpoints else {}),
         "test": row.get("test"),
         **({"stopped": {"after": done, "reason": history.stopped}} if history.stopped else {}),
         **({"best": {"after": best}} if (best := history.best(experiment)) else {}),
