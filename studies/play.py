@@ -70,7 +70,7 @@ def _arguments() -> argparse.Namespace:
         command.add_argument("studies", nargs="+", type=Path, metavar="STUDY.toml")
         if name in ("table", "plot"):
             command.add_argument("--score", help="another metric than the study's")
-            command.add_argument("--on", choices=("test", "personal"), help="another part than the study's")
+            command.add_argument("--on", choices=("test", "personal", "unseen"), help="another part than the study's")
             if name == "table":
                 command.add_argument("--matrix", action="store_true", help="one table: arms by points of the axes")
             continue

@@ -19,7 +19,6 @@ from partita.core.model import Model, Output
 from partita.core.sharing import shared
 from partita.core.tensors import Tensors
 from partita.core.torch_private import own_parameters
-from partita.data.task import Table
 from partita.models import CACHED_STATES, ModelError
 from partita.models.adapter import FunctionalModel
 from partita.models.architectures import Forward, architecture
@@ -164,16 +163,17 @@ def _cached(examples: Examples, lower: Callable[[Tensors], Tensor], input_name: 
 
 def _shared(model: Model, cached: CachedExamples) -> CachedExamples:
     """Let runs of this process share the image features of a dual encoder, if the process asks for it."""
-    examples = cached.examples
-    if not isinstance(model, DualEncoder | PromptModel) or not isinstance(examples, Table):
+    inputs: Tensors | None = getattr(cached.examples, "inputs", None)  # of a table in memory
+    if inputs is None or not isinstance(model, DualEncoder | PromptModel):
         return cached
+    transform = getattr(cached.examples, "transform", None)
 
     def key() -> str:
         weights = model.frozen_weights().items()
         tower = tensors.sha256({name: value for name, value in weights if name.startswith(IMAGE_TOWER)})
-        pixels = tensors.sha256(dict(examples.inputs))
+        pixels = tensors.sha256(inputs)
         tokens, width = int(cached.offsets[1]), cached.states.shape[-1]  # they tell whether there are patches
-        return f"features {tokens} {width} {examples.transform} {tower} {pixels}"
+        return f"features {tokens} {width} {transform} {tower} {pixels}"
 
     states, computed = shared(key, lambda: (cached.states, cached.computed), lambda built: built[0].nbytes)
     return replace(cached, states=states, computed=computed)
