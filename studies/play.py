@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
             continue
         if name in ("table", "plot"):
             command.add_argument("--score", help="another metric than the study's")
-            command.add_argument("--on", choices=("test", "personal"), help="another part than the study's")
+            command.add_argument("--on", choices=("test", "personal", "unseen"), help="another part than the study's")
             if name == "table":
                 command.add_argument("--matrix", action="store_true", help="one table: arms by points of the axes")
                 command.add_argument("--tuning", action="store_true", help="all settings tried, scored on validation")

@@ -107,6 +107,7 @@ class Settings:
     seed: int
     device: str
     public: int = 0  # images of each class to be tested on that the fit may see, and that no client holds
+    keep: tuple[int, int] | None = None  # how many train and test images are left for clients; None for all
 
 
 def align(settings: Settings, out: Path) -> dict[str, Any]:
@@ -129,7 +130,8 @@ def align(settings: Settings, out: Path) -> dict[str, Any]:
     if settings.public:
         for path in settings.test:
             rows = public_rows(tests[Path(path).name], settings.public, Key(settings.seed))
-            cut[Path(path).name] = write_rest(Path(path), rows, out.parent / "rest" / f"{Path(path).name}-{out.name}")
+            rest = out.parent / "rest" / f"{Path(path).name}-{out.name}"
+            cut[Path(path).name] = write_rest(Path(path), rows, rest, settings.keep)
         public, own_classes, tested_names = shown(pair, tests, settings, out.parent)
         own_classes = own_classes + len(names)
         names = [*names, *tested_names]
@@ -252,12 +254,16 @@ def features(
     file = kept / f"features-{hashlib.blake2b(facts.encode(), digest_size=4).hexdigest()}.safetensors"
     table = load_file(file) if file.exists() else {"rows": torch.empty(0, dtype=torch.long)}
     new = rows[~torch.isin(rows, table["rows"])]
-    for some in new.split(64) if len(new) else ():
+    batches = new.split(64 if settings.device == "cpu" else 512) if len(new) else ()
+    for number, some in enumerate(batches):
+        if number + 1 < len(batches):
+            getattr(task, part).prefetch(batches[number + 1])
         pixels = getattr(task, part).take(some).inputs["pixel_values"].to(settings.device)
         found = pair.visual_projection(pair.vision_model(pixel_values=pixels).pooler_output).cpu()
         images = torch.cat([table["images"], found]) if "images" in table else found
         table = {"rows": torch.cat([table["rows"], some]), "images": images}
-        save_file(table, file)  # after every batch: on a CPU, an image takes long
+        if settings.device == "cpu" or some is batches[-1]:  # on a CPU, an image takes long
+            save_file(table, file)
     places = {row: place for place, row in enumerate(table["rows"].tolist())}
     return table["images"][torch.tensor([places[row] for row in rows.tolist()])].to(settings.device)
 
@@ -282,21 +288,29 @@ def public_rows(task: Task, count: int, key: Key) -> Tensor:
     return torch.cat(drawn).sort().values
 
 
-def write_rest(source: Path, rows: Tensor, folder: Path) -> dict[str, Any]:
-    """Write a tested folder without the public images and without copies of them, so that no client holds one."""
+def write_rest(source: Path, rows: Tensor, folder: Path, keep: tuple[int, int] | None = None) -> dict[str, Any]:
+    """Write a tested folder without the public images and without copies of them, so that no client holds one.
+
+    With `keep`, only the first so many rows of what is left of the train part and of the test part are written.
+    """
     table = parquet.read_table(source / "train.parquet")
     images = [hashlib.blake2b(image["bytes"]).digest() for image in table["image"].to_pylist()]
     public = {images[row] for row in rows.tolist()}
     kept = [row for row, image in enumerate(images) if image not in public]
     folder.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(table.take(kept), folder / "train.parquet")
-    shutil.copyfile(source / "test.parquet", folder / "test.parquet")
+    written = kept[: keep[0]] if keep else kept
+    parquet.write_table(table.take(written), folder / "train.parquet")
+    if keep:
+        parquet.write_table(parquet.read_table(source / "test.parquet").slice(0, keep[1]), folder / "test.parquet")
+    else:
+        shutil.copyfile(source / "test.parquet", folder / "test.parquet")
     tested = parquet.read_table(source / "test.parquet", columns=["image"])["image"].to_pylist()
     return {
         "rows": rows.tolist(),
         "copies_in_train": len(images) - len(kept) - len(rows),
         "copies_in_test": sum(hashlib.blake2b(image["bytes"]).digest() in public for image in tested),
         "rows_left": len(kept),
+        "rows_written": len(written),
         "public_digest": hashlib.blake2b(b"".join(sorted(public)), digest_size=16).hexdigest(),
         "train_digest": hashlib.blake2b((folder / "train.parquet").read_bytes(), digest_size=16).hexdigest(),
     }
@@ -476,6 +490,9 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--public", type=int, default=0, help="images of each tested class for the fit, which no client holds then"
     )
+    parser.add_argument(
+        "--keep", type=int, nargs=2, metavar=("TRAIN", "TEST"), help="with --public: images left for clients; all"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
@@ -487,7 +504,8 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     elif asked.images and asked.text:
         learn, test = (tuple(str(asked.data / name) for name in names) for names in (asked.learn, asked.test))
         rest = (asked.size, asked.per_class, asked.most, asked.met, asked.seed, asked.device, asked.public)
-        settings = Settings(asked.images, asked.text, learn, test, *rest)
+        keep = tuple(asked.keep) if asked.keep else None
+        settings = Settings(asked.images, asked.text, learn, test, *rest, keep)
     else:
         parser.error("give --images and --text, or --tiny")
     return align(settings, asked.out / "pair" if asked.tiny else asked.out)

@@ -26,6 +26,7 @@ Play = Callable[[Planned, Path, int, str | None, bool], Line]
 
 TRIES = 2  # a run that fails is tried once more, from the beginning
 INTERVAL = 0.5  # seconds between two looks at the clock
+SHARED_BYTES = 3 * 2**30  # that each process may keep of what is the same in many runs
 PATIENCE = 5.0  # seconds that a stopped process has to end before it is killed
 
 
@@ -220,6 +221,7 @@ def _serve(connection: Connection, play: Play, work: Path, threads: int, commit:
     """Play the runs that arrive, until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to children too; the parent ends them
     Thread(target=_end_with_parent, daemon=True).start()
+    _share_between_runs()
     while True:
         try:
             planned, again = connection.recv()
@@ -239,6 +241,13 @@ def _serve(connection: Connection, play: Play, work: Path, threads: int, commit:
             connection.send(answer)
         except OSError:
             return
+
+
+def _share_between_runs() -> None:
+    """Decode images and compute the features of a frozen encoder once in this process, not in every run."""
+    from partita.core.sharing import share_between_runs
+
+    share_between_runs(SHARED_BYTES)
 
 
 def _end_with_parent() -> None:

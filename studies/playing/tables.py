@@ -17,6 +17,11 @@ from playing.study import Point, Study
 
 MISSING = "–"
 LAST = "last round"  # title of a column
+PARTS = {
+    "test": "the central test set",
+    "personal": "the clients' own test sets, mean over clients",
+    "unseen": "the own test sets of clients that took no part, mean over them",
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ def summarize(
         lines: The lines of its runs.
         point: The point.
         score: Another metric than the study's.
-        on: Another part than the study's: "test" or "personal".
+        on: Another part than the study's: "test", "personal" or "unseen".
     """
     metric, part = metric_named(score or study.score), on or study.on
     groups: dict[str, list[Line]] = {name: [] for name in study.arms}
@@ -90,10 +95,11 @@ def _row(arm: str, lines: Sequence[Line], metric: Metric, part: str, last: int) 
     scored = [line["seed"] for line in lines if "diverged" in line or (line.get(part) or {}).get(metric.name)]
     kept = [line for line in lines if line["seed"] in known]
     worse = min if metric.higher_is_better else max
+    by_client = "unseen" if part == "unseen" else "personal"
     clients = {
         line["seed"]: worse(own.values())
         for line in kept
-        if (own := ((line.get("personal") or {}).get("clients") or {}).get(metric.name))
+        if (own := ((line.get(by_client) or {}).get("clients") or {}).get(metric.name))
     }
     costs = [line["epsilon"] for line in lines if line.get("epsilon") is not None]
     return Row(
@@ -129,7 +135,7 @@ def tables(study: Study, lines: Sequence[Line], score: str | None = None, on: st
             parts.append("\n\n".join([*([f"**{title}**"] if title else []), table(study, rows, metric)]))
     if not parts:
         return f"{study.name}: no runs yet"
-    where = "the central test set" if part == "test" else "the clients' own test sets, mean over clients"
+    where = PARTS[part]
     last = f"mean over the last {study.last} tested rounds" if study.last > 1 else "score of the last tested round"
     about = (
         f"{metric.title_with_unit} on {where}: the {last}, then mean ± standard deviation over seeds. "

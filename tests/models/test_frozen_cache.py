@@ -18,8 +18,9 @@ from partita.core.keyed_bits import example_seeds
 from partita.core.memory import SizeError
 from partita.core.optim import AdamW
 from partita.core.rng import Key
+from partita.core.sharing import share_between_runs
 from partita.data.ragged import ragged
-from partita.data.task import Subset, Table
+from partita.data.task import Subset, Table, Task
 from partita.experiment.builder import build
 from partita.experiment.config import parse
 from partita.experiment.run_folder import RESULT
@@ -28,6 +29,7 @@ from partita.methods.fedavg import fedavg
 from partita.models import ModelError, frozen_cache
 from partita.models.adapter import FunctionalModel, from_module
 from partita.models.frozen_cache import CACHED_STATES, CHUNK, CachedExamples, cache_frozen, frozen_depth
+from partita.models.prompts.clip import clip
 from partita.tasks import LM
 from partita.testing.toy import ToyTransformer
 
@@ -331,3 +333,30 @@ def test_layers_above_the_cache_have_dropout_and_cached_layers_have_none() -> No
     assert above.uses_dropout()
     dropped = above(params, {**cached.take(rows).inputs, EXAMPLE_SEEDS: seeds}).logits
     assert not torch.allclose(dropped, plain, atol=1e-2)
+
+
+def test_runs_of_one_process_share_image_features() -> None:
+    """The second run computes nothing, and reads the same bits. Other images, or other weights, are computed."""
+    task = image_task(seed=0)
+    share_between_runs(2**30)
+    try:
+        _, (first,) = cache_frozen(clip(task, Key(0), shape="tiny"), task.train)
+        states = first.take(torch.arange(ROWS)).inputs[CACHED_STATES]
+        _, (second,) = cache_frozen(clip(task, Key(0), shape="tiny"), task.train)
+        assert second.computed == {0}
+        assert torch.equal(second.take(torch.arange(ROWS)).inputs[CACHED_STATES], states)
+        other = image_task(seed=1)
+        for model, table in (
+            (clip(task, Key(1), shape="tiny"), task.train),
+            (clip(task, Key(0), shape="tiny"), other.train),
+        ):
+            _, (third,) = cache_frozen(model, table)
+            assert not third.computed
+            assert not torch.equal(third.take(torch.arange(ROWS)).inputs[CACHED_STATES], states)
+    finally:
+        share_between_runs(0)
+
+
+def image_task(seed: int) -> Task:
+    table = Table({"pixel_values": noise(seed, ROWS, 3, 8, 8)}, torch.arange(ROWS) % 2)
+    return Task("images", table, table, ("a", "b"), {}, 3, size=8)

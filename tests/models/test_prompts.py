@@ -697,6 +697,11 @@ def test_alignment_study_cuts_public_images_out_of_the_data(tmp_path: Path) -> N
     assert reloaded.classes == task.classes
     assert result["names"][-2:] == ["black", "yellow"]
     assert result["zero_shot"]["test"]["accuracy"] == 1.0, "it has seen one image of each class"
+    fewer = align.write_rest(tmp_path / "test", rows, tmp_path / "fewer", (3, 2))
+    written = parquet.read_table(tmp_path / "fewer" / "train.parquet")
+    assert written.equals(rest.slice(0, 3)), "the first of what is left"
+    assert parquet.read_table(tmp_path / "fewer" / "test.parquet").num_rows == 2
+    assert (fewer["rows_left"], fewer["rows_written"]) == (facts["rows_left"], 3)
 
 
 @pytest.mark.slow

@@ -141,6 +141,16 @@ def test_another_metric_can_be_asked_for(study: Study, lines: list[dict[str, Any
     assert cells(tables(study, lines, "f1"), 0.1, "fedavg")[1] == f"{means.mean():.1f} ± {means.std(ddof=1):.1f}"
 
 
+def test_clients_that_take_no_part_have_their_own_table(study: Study, lines: list[dict[str, Any]]) -> None:
+    for line in lines:
+        line["unseen"] = {"rounds": [20], "accuracy": [0.25], "clients": {"accuracy": {"a": 0.125, "b": 0.375}}}
+    text = tables(study, lines, on="unseen")
+    assert "on the own test sets of clients that took no part, mean over them" in text
+    rows = summarize(study, lines, study.points()[0], on="unseen")
+    assert {value for row in rows for value in row.means.values()} == {0.25}
+    assert {value for row in rows for value in row.worst.values()} == {0.125}
+
+
 def test_a_study_without_runs_says_so(study: Study) -> None:
     assert tables(study, []) == "small: no runs yet"
 

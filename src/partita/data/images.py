@@ -14,6 +14,7 @@ from torch import Tensor
 from partita.core.memory import available, require
 from partita.core.options import MAX_NUMBER, NotNegative, Positive, Range
 from partita.core.rng import Key
+from partita.core.sharing import shared
 from partita.core.tensors import Tensors
 from partita.data.errors import DataError, need
 from partita.data.image_reader import ImageReader, ImagesOnDisk
@@ -197,7 +198,11 @@ def _pixels(reader: ImageReader) -> Tensor:
     shape = (len(reader), reader.channels, reader.side, reader.side)
     remedy = "set data.size to make them smaller, or data.memory to decode them on demand"
     require(math.prod(shape), f"the images of {reader.part.where}", remedy)
-    filled = np.empty(shape, np.uint8)
-    for place, pixels in enumerate(reader.decode_all()):
-        filled[place] = pixels
-    return torch.from_numpy(filled)
+
+    def decode() -> Tensor:
+        filled = np.empty(shape, np.uint8)
+        for place, pixels in enumerate(reader.decode_all()):
+            filled[place] = pixels
+        return torch.from_numpy(filled)
+
+    return shared(lambda: f"pixels {shape} {reader.source.fingerprint()}", decode, lambda pixels: pixels.nbytes)

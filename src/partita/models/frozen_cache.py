@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from partita.core import memory, tensors
 from partita.core.data import Batch, Examples
 from partita.core.model import Model, Output
+from partita.core.sharing import shared
 from partita.core.tensors import Tensors
 from partita.core.torch_private import own_parameters
 from partita.models import CACHED_STATES, ModelError
@@ -26,6 +27,7 @@ from partita.models.prompts.prompts import PromptModel
 from partita.models.skip_layers import patched_forward
 
 ATTENTION_MASK = "attention_mask"
+IMAGE_TOWER = ("vision_model.", "visual_projection.")  # the weights of a dual encoder that change image features
 CHUNK = 32  # rows computed together; fixed groups make the cache of a resumed run bit-identical
 
 
@@ -39,7 +41,7 @@ def cache_frozen(model: Model, *tables: Examples) -> tuple[Model, tuple[CachedEx
         ModelError: If the model has no frozen lower layers.
     """
     upper, lower, input_name = _cut_point(model)
-    cached = tuple(_cached(table, lower, input_name) for table in tables)
+    cached = tuple(_shared(model, _cached(table, lower, input_name)) for table in tables)
     size = sum(examples.states.nbytes for examples in cached)
     memory.require(size, "engine.cache_frozen", "set it to false, or use fewer or shorter examples")
     return upper, cached
@@ -157,6 +159,24 @@ def _cached(examples: Examples, lower: Callable[[Tensors], Tensor], input_name: 
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     # new_empty reserves address space only. Memory is used when states are written.
     return CachedExamples(examples, lower, input_name, offsets, example.new_empty(int(offsets[-1]), example.shape[-1]))
+
+
+def _shared(model: Model, cached: CachedExamples) -> CachedExamples:
+    """Let runs of this process share the image features of a dual encoder, if the process asks for it."""
+    inputs: Tensors | None = getattr(cached.examples, "inputs", None)  # of a table in memory
+    if inputs is None or not isinstance(model, DualEncoder | PromptModel):
+        return cached
+    transform = getattr(cached.examples, "transform", None)
+
+    def key() -> str:
+        weights = model.frozen_weights().items()
+        tower = tensors.sha256({name: value for name, value in weights if name.startswith(IMAGE_TOWER)})
+        pixels = tensors.sha256(inputs)
+        tokens, width = int(cached.offsets[1]), cached.states.shape[-1]  # they tell whether there are patches
+        return f"features {tokens} {width} {transform} {tower} {pixels}"
+
+    states, computed = shared(key, lambda: (cached.states, cached.computed), lambda built: built[0].nbytes)
+    return replace(cached, states=states, computed=computed)
 
 
 @dataclass(frozen=True, eq=False)
