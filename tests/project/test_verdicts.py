@@ -68,7 +68,7 @@ def test_card_gives_the_same_verdicts(method: str) -> None:
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.id)
 def test_a_tested_claim_names_its_study_which_has_its_intervals(row: Row) -> None:
-    folders = re.findall(r"\]\((\w+)\)", row.study)
+    folders = re.findall(r"\]\(([\w/]+)\)", row.study)
     tested = row.verdict in ("held", "did not hold")
     assert bool(folders) == tested
     texts = plain(" ".join((STUDIES / folder / "README.md").read_text() for folder in folders))
