@@ -372,8 +372,7 @@ def install(folder: Path) -> dict[str, str]:
     home = folder / "environment"
     venv.create(home, symlinks=True)
     python, here = home / "bin" / "python", Path(sys.executable).parent
-    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
-    check_wheel.run(*pip, "install", "-qq", "--no-deps", "--no-compile", wheel, cwd=folder)
+    check_wheel.install(wheel, python, "--no-deps")
     [packages] = home.glob("lib/python*/site-packages")
     # A plain path comes after the environment's own packages and does not bring the editable installation along.
     (packages / "dependencies.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("-packages")))
