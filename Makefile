@@ -13,7 +13,7 @@ VERSIONED := cli core data engines methods models  # use other packages most
 EXTRAS := report data text lora flower privacy track tune
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-versions check style types wheel docs docs-test mutate bench format clean
+.PHONY: help demo test test-all test-versions check style types wheel dist docs docs-test mutate bench format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,9 @@ types: $(READY)  ## mypy
 
 wheel: $(READY)  ## build sdist and wheel, install them elsewhere, and use them from there
 	$(PY) scripts/check_wheel.py
+
+dist: $(READY)  ## the same, and keep both in dist/; with TAG=v0.2.0 they must be that release
+	$(PY) scripts/check_wheel.py --out dist $(if $(TAG),--tag "$(TAG)")
 
 docs: $(READY)  ## build the site with the reference into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict

@@ -6,8 +6,11 @@ would hide a dependency that only the dev extra brings.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -72,13 +75,34 @@ def use(python: Path, version: str) -> None:
     print(f"It works: version {version}, {len(methods)} methods, {cards} cards.", flush=True)
 
 
+def check_release(tag: str, version: str, root: Path = ROOT) -> None:
+    """Exit with an error unless the tag, the built version, the changelog and the citation are of one release."""
+    if tag != f"v{version}":
+        sys.exit(
+            f"the tag is {tag}, but the package was built as {version}; a tag is 'v' and the version, on a clean clone"
+        )
+    if not re.search(
+        rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", (root / "CHANGELOG.md").read_text(), re.MULTILINE
+    ):
+        sys.exit(f"CHANGELOG.md has no section '## [{version}] - ' with a date; put the date of the release there")
+    if f"\nversion: {version}\n" not in (root / "CITATION.cff").read_text():
+        sys.exit(f"CITATION.cff is not of version {version}; change it")
+
+
 def main() -> None:
+    """Build, check, and keep the files if asked."""
+    parser = argparse.ArgumentParser(description="Build sdist and wheel, install them elsewhere, and use them.")
+    parser.add_argument("--out", type=Path, help="folder to keep both files in")
+    parser.add_argument("--tag", help="the tag of a release, such as v0.2.0, whose files these must be")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="partita-wheel-") as name:
         folder = Path(name).resolve()
         print("Building sdist and wheel", flush=True)
         wheel = build(folder)
         [sdist] = folder.glob("*.tar.gz")
         version = wheel.name.split("-")[1]
+        if options.tag:
+            check_release(options.tag, version)
         venv.create(folder / "environment")
         python = folder / "environment" / "bin" / "python"
         print(f"Installing {sdist.name} and its dependencies elsewhere", flush=True)
@@ -87,6 +111,10 @@ def main() -> None:
         print(f"Installing {wheel.name} in its place", flush=True)
         install(wheel, python, "--no-deps", "--force-reinstall")
         use(python, version)
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+            for file in (sdist, wheel):
+                shutil.copy(file, options.out)
 
 
 if __name__ == "__main__":
