@@ -66,6 +66,7 @@ class NotAsWritten:
 
 INSTALLS = "installs a release; the wheel is installed already"
 ACTIVE = "the environment of the wheel is active already"
+NETWORK = "needs a network; the slow tests of tests/site run the scripts without one"
 CLONE = "works in a clone; CI runs it, or what it calls, by itself"
 SKIPPED = (
     NotAsWritten("README.md", "make ", CLONE),
@@ -74,6 +75,10 @@ SKIPPED = (
     NotAsWritten("docs/guide/getting-started.md", ". .venv/bin/activate", ACTIVE),
     NotAsWritten("CONTRIBUTING.md", "", CLONE),
     NotAsWritten("docs/guide/*.md", "pip install ", INSTALLS),
+    *(
+        NotAsWritten("docs/guide/offline.md", start, NETWORK)
+        for start in ("pip download ", "image/wheelhouse.sh ", "sha256sum ", "image/install.sh ")
+    ),
     NotAsWritten("docs/guide/flower.md", "flwr run trial simulation", "needs ray, which the tests do not install"),
     NotAsWritten(
         "src/partita/methods/*.md", "partita compare --config studies/prompts/", "needs images and encoders of the Hub"
