@@ -89,10 +89,10 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 	@echo "4/4 Ready"
 
-.venv-lowest/constraints.txt: pyproject.toml
-	@$(PY) -m pip install -qq --disable-pip-version-check uv -c constraints.txt
-	@$(VENV)/bin/uv pip compile -q --python $(PY) --resolution lowest-direct $(addprefix --extra ,$(EXTRAS)) \
-	    --no-annotate --no-header -o $@ pyproject.toml
+RESOLUTION_lowest := lowest-direct
+RESOLUTION_newest := highest
 
-.venv-newest/constraints.txt: pyproject.toml
-	@echo "# none" > $@
+.venv-%/constraints.txt: pyproject.toml
+	@$(PY) -m pip install -qq --disable-pip-version-check uv -c constraints.txt
+	@$(VENV)/bin/uv pip compile -q --python $(PY) --resolution $(RESOLUTION_$*) $(addprefix --extra ,$(EXTRAS)) \
+	    --no-annotate --no-header -o $@ pyproject.toml
