@@ -36,20 +36,24 @@ def main() -> None:
     from seqeval.metrics.v1 import precision_recall_fscore_support
     from seqeval.scheme import IOB2
 
-    source, cases = random.Random(0), []
+    source = random.Random(0)
+    cases: list[dict[str, object]] = []
     while len(cases) < CASES:
         truths, guesses = draw(source)
         kinds = sorted({tag[2:] for row in (*truths, *guesses) for tag in row if tag[0] == "B"})
         if not kinds:
             continue
-
-        def score(average: str | None, rows: tuple = (truths, guesses)) -> tuple:
-            return precision_recall_fscore_support(*rows, average=average, zero_division=0, scheme=IOB2)
-
-        case = {"true": [" ".join(row) for row in truths], "predicted": [" ".join(row) for row in guesses]}
-        case["micro"] = [float(value) for value in score("micro")[:3]]
-        case["by_type"] = {kind: [float(column[place]) for column in score(None)] for place, kind in enumerate(kinds)}
-        cases.append(case)
+        settings = {"zero_division": 0, "scheme": IOB2}
+        micro = precision_recall_fscore_support(truths, guesses, average="micro", **settings)
+        columns = precision_recall_fscore_support(truths, guesses, average=None, **settings)
+        cases.append(
+            {
+                "true": [" ".join(row) for row in truths],
+                "predicted": [" ".join(row) for row in guesses],
+                "micro": [float(value) for value in micro[:3]],
+                "by_type": {kind: [float(each[place]) for each in columns] for place, kind in enumerate(kinds)},
+            }
+        )
     lines = ",\n".join(json.dumps(case) for case in cases)
     FILE.write_text(f'{{"seqeval": "{version("seqeval")}", "cases": [\n{lines}\n]}}\n')
 
