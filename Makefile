@@ -85,7 +85,7 @@ $(READY): pyproject.toml constraints.txt
 	    echo "Install it, or say where it is: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; \
 	    exit 1; \
 	}
-	@$(MAKE) --no-print-directory $(CONSTRAINTS)
+	@$(MAKE) -s $(CONSTRAINTS)
 	@echo "2/4 Installing partita and its tools into $(VENV); the first time this takes a few minutes"
 	@$(PY) -m pip install -qq --no-compile --disable-pip-version-check -e '.[$(INSTALLED)]' -c $(CONSTRAINTS)
 	@echo "3/4 Compiling the modules that partita imports"
