@@ -1,16 +1,26 @@
 # Each target sets up what it needs: beforehand there must be only make and Python 3.11 or newer.
 
-VENV := .venv
+# Versions of the dependencies: pinned (constraints.txt), lowest (the bounds in pyproject.toml) or newest.
+VERSIONS := pinned
+comma := ,
+VENV := .venv$(if $(filter-out pinned,$(VERSIONS)),-$(VERSIONS))
+CONSTRAINTS := $(if $(filter pinned,$(VERSIONS)),constraints.txt,$(VENV)/constraints.txt)
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3 python3.12 python3.13)
 WORKERS ?= 2
+VERSIONED := cli core data engines methods models  # use other packages most
+# Those that partita needs to run; the tools of the tests and the site may be newer.
+EXTRAS := report data text lora flower privacy track tune
+# It holds back datasets, so it is tested with the lowest versions only.
+EXTRAS_lowest := flwr-datasets
+INSTALLED := dev$(addprefix $(comma),$(EXTRAS_$(VERSIONS)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check style types wheel docs docs-test mutate bench format clean
+.PHONY: help demo test test-all test-versions check style types wheel dist docs docs-test mutate bench format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY)  ## compare three methods on small images, and write a report to runs/demo
 	$(VENV)/bin/partita compare --config examples/digits.toml --methods fedavg,fedprox,fedfrozen --seeds 3 \
@@ -22,6 +32,10 @@ test: $(READY)  ## the fast tests
 test-all: $(READY)  ## the fast and the slow tests
 	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m "slow or not slow"
 
+test-versions: $(READY)  ## some tests with other dependencies: make test-versions VERSIONS=lowest, or VERSIONS=newest
+	$(PY) -m pip freeze --all
+	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -W default $(addprefix tests/,$(VERSIONED))
+
 check: style types test wheel docs docs-test  ## all that CI runs
 
 style: $(READY)  ## format and lint, changing nothing
@@ -31,8 +45,11 @@ style: $(READY)  ## format and lint, changing nothing
 types: $(READY)  ## mypy
 	$(VENV)/bin/mypy
 
-wheel: $(READY)  ## build the wheel, install it elsewhere, and use it from there
+wheel: $(READY)  ## build sdist and wheel, install them elsewhere, and use them from there
 	$(PY) scripts/check_wheel.py
+
+dist: $(READY)  ## the same, and keep both in dist/; with TAG=v0.2.0 they must be that release
+	$(PY) scripts/check_wheel.py --out dist $(if $(TAG),--tag "$(TAG)")
 
 docs: $(READY)  ## build the site with the reference into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
@@ -68,9 +85,18 @@ $(READY): pyproject.toml constraints.txt
 	    echo "Install it, or say where it is: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; \
 	    exit 1; \
 	}
+	@$(MAKE) -s $(CONSTRAINTS)
 	@echo "2/4 Installing partita and its tools into $(VENV); the first time this takes a few minutes"
-	@$(PY) -m pip install -qq --no-compile --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	@$(PY) -m pip install -qq --no-compile --disable-pip-version-check -e '.[$(INSTALLED)]' -c $(CONSTRAINTS)
 	@echo "3/4 Compiling the modules that partita imports"
 	@env -u PYTHONDONTWRITEBYTECODE $(VENV)/bin/partita plan --config examples/digits.toml >/dev/null
 	@touch $@
 	@echo "4/4 Ready"
+
+RESOLUTION_lowest := lowest-direct
+RESOLUTION_newest := highest
+
+.venv-%/constraints.txt: pyproject.toml
+	@$(PY) -m pip install -qq --disable-pip-version-check uv -c constraints.txt
+	@$(VENV)/bin/uv pip compile -q --python $(PY) --resolution $(RESOLUTION_$*) $(addprefix --extra ,$(EXTRAS) $(EXTRAS_$*)) \
+	    --no-annotate --no-header -o $@ pyproject.toml

@@ -1,4 +1,4 @@
-"""Build the wheel, install it into an environment of its own, and use it from outside the repository.
+"""Build sdist and wheel, install each into an environment of its own, and use it from outside the repository.
 
 The environment gets the dependencies by a real installation: borrowing those of .venv would save half a minute, but
 would hide a dependency that only the dev extra brings.
@@ -6,8 +6,10 @@ would hide a dependency that only the dev extra brings.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,13 +19,14 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_SHIPPED = ("__pycache__", "*.egg-info")
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 LOOK = """
 import partita
 from partita.methods import INDEX
 from partita.methods.cards import card
 print(partita.__file__)
+print(partita.__version__)
 print(sum(bool(card(name)) for name in INDEX))
 """
 
@@ -38,47 +41,80 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def build(folder: Path) -> Path:
-    """Built from a copy, because setuptools would also pack what an older build left in build/."""
-    source = folder / "source"
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns(*NOT_SHIPPED))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source, cwd=folder)
+    """Build an sdist and, from the sdist, a wheel, both in `folder`. The wheel must hold all files of the package."""
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     [wheel] = folder.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("partita/")}
-    package = source / "src" / "partita"
-    present = {str(path.relative_to(package.parent)) for path in package.rglob("*") if path.is_file()}
+    package = ROOT / "src" / "partita"
+    files = (path for path in package.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+    present = {str(path.relative_to(package.parent)) for path in files}
     if packed != present:
         missing, extra = sorted(present - packed), sorted(packed - present)
         sys.exit(f"the wheel lacks {missing} and has {extra} besides; see package-data in pyproject.toml")
     return wheel
 
 
-def install(wheel: Path, folder: Path) -> Path:
-    venv.create(folder)
-    python = folder / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
-    run(*pip, "install", "-qq", "--no-compile", wheel, "-c", ROOT / "constraints.txt", cwd=folder)
-    return python
+def install(package: Path, python: Path, *options: str) -> None:
+    pip = (*PIP, "--python", python, "install", "-qq", "--no-compile", "-c", ROOT / "constraints.txt")
+    run(*pip, *options, package, cwd=python.parent)
 
 
-def use(python: Path, folder: Path) -> None:
-    where, cards = run(python, "-c", LOOK, cwd=folder).split()
+def use(python: Path, version: str) -> None:
+    folder = python.parent.parent
+    where, found, cards = run(python, "-c", LOOK, cwd=folder).split()
     if not Path(where).is_relative_to(folder):
         sys.exit(f"partita was imported from {where}, not from the environment of the wheel")
+    printed = run(python.parent / "partita", "--version", cwd=folder).strip()
+    if not found == version == printed.removeprefix("partita "):
+        sys.exit(
+            f"the file is of version {version}, partita.__version__ is {found}, and the command prints '{printed}'"
+        )
     methods = json.loads(run(python.parent / "partita", "methods", "--json", cwd=folder))
     if not methods or int(cards) < len(methods):
-        sys.exit(f"the installed wheel knows {len(methods)} methods but has {cards} cards; each method needs one")
-    print(f"The wheel works: {len(methods)} methods, {cards} cards.")
+        sys.exit(f"the installed package knows {len(methods)} methods but has {cards} cards; each method needs one")
+    print(f"It works: version {version}, {len(methods)} methods, {cards} cards.", flush=True)
+
+
+def check_release(tag: str, version: str, root: Path = ROOT) -> None:
+    """Exit with an error unless the tag, the built version, the changelog and the citation are of one release."""
+    if tag != f"v{version}":
+        sys.exit(
+            f"the tag is {tag}, but the package was built as {version}; a tag is 'v' and the version, on a clean clone"
+        )
+    if not re.search(
+        rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", (root / "CHANGELOG.md").read_text(), re.MULTILINE
+    ):
+        sys.exit(f"CHANGELOG.md has no section '## [{version}] - ' with a date; put the date of the release there")
+    if f"\nversion: {version}\n" not in (root / "CITATION.cff").read_text():
+        sys.exit(f"CITATION.cff is not of version {version}; change it")
 
 
 def main() -> None:
+    """Build, check, and keep the files if asked."""
+    parser = argparse.ArgumentParser(description="Build sdist and wheel, install them elsewhere, and use them.")
+    parser.add_argument("--out", type=Path, help="folder to keep both files in")
+    parser.add_argument("--tag", help="the tag of a release, such as v0.2.0, whose files these must be")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="partita-wheel-") as name:
         folder = Path(name).resolve()
-        print("Building the wheel", flush=True)
+        print("Building sdist and wheel", flush=True)
         wheel = build(folder)
-        print(f"Installing {wheel.name} and its dependencies elsewhere", flush=True)
-        use(install(wheel, folder / "environment"), folder)
+        [sdist] = folder.glob("*.tar.gz")
+        version = wheel.name.split("-")[1]
+        if options.tag:
+            check_release(options.tag, version)
+        venv.create(folder / "environment")
+        python = folder / "environment" / "bin" / "python"
+        print(f"Installing {sdist.name} and its dependencies elsewhere", flush=True)
+        install(sdist, python)  # pip builds it with only what pyproject.toml requires for building
+        use(python, version)
+        print(f"Installing {wheel.name} in its place", flush=True)
+        install(wheel, python, "--no-deps", "--force-reinstall")
+        use(python, version)
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+            for file in (sdist, wheel):
+                shutil.copy(file, options.out)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ class NotAsWritten:
 
 INSTALLS = "installs a release; the wheel is installed already"
 ACTIVE = "the environment of the wheel is active already"
+NETWORK = "needs a network; the slow tests of tests/site run the scripts without one"
 CLONE = "works in a clone; CI runs it, or what it calls, by itself"
 SKIPPED = (
     NotAsWritten("README.md", "make ", CLONE),
@@ -74,6 +75,10 @@ SKIPPED = (
     NotAsWritten("docs/guide/getting-started.md", ". .venv/bin/activate", ACTIVE),
     NotAsWritten("CONTRIBUTING.md", "", CLONE),
     NotAsWritten("docs/guide/*.md", "pip install ", INSTALLS),
+    *(
+        NotAsWritten("docs/guide/offline.md", start, NETWORK)
+        for start in ("pip download ", "image/wheelhouse.sh ", "sha256sum ", "image/install.sh ")
+    ),
     NotAsWritten("docs/guide/flower.md", "flwr run trial simulation", "needs ray, which the tests do not install"),
     NotAsWritten(
         "src/partita/methods/*.md", "partita compare --config studies/prompts/", "needs images and encoders of the Hub"
@@ -372,8 +377,7 @@ def install(folder: Path) -> dict[str, str]:
     home = folder / "environment"
     venv.create(home, symlinks=True)
     python, here = home / "bin" / "python", Path(sys.executable).parent
-    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
-    check_wheel.run(*pip, "install", "-qq", "--no-deps", "--no-compile", wheel, cwd=folder)
+    check_wheel.install(wheel, python, "--no-deps")
     [packages] = home.glob("lib/python*/site-packages")
     # A plain path comes after the environment's own packages and does not bring the editable installation along.
     (packages / "dependencies.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("-packages")))

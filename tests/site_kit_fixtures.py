@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from partita.site.kit.folders import write_group
+from partita.site.kit.folders import write_files
 from partita.site.kit.group import load_group
+from partita.site.kit.party_files import group_files
 
 DIGEST = "0123456789abcdef" * 4
 GROUP = f"""
@@ -67,5 +68,5 @@ def write_kit(folder: Path, group: str = GROUP, experiment: str = EXPERIMENT, fo
     """Write a group and all its folders, and return the folder that holds them."""
     write_experiment(folder, experiment)
     (folder / "group.toml").write_text(group)
-    write_group(load_group(folder / "group.toml"), folder / "parties", force)
+    write_files(group_files(load_group(folder / "group.toml")), folder / "parties", force)
     return folder / "parties"

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from partita.runs import RecordedRun, load_run, run, to_frame
     from partita.testing.conformance import check_method
 
+    __version__: str
+
 __all__ = [
     "SGD",
     "AdamW",
@@ -135,10 +137,21 @@ _MODULES = {
 _MODULE_OF = {name: f"partita.{module}" for module, names in _MODULES.items() for name in names}
 
 
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("partita")
+    except PackageNotFoundError as error:
+        raise AttributeError("partita has no version because it is not installed: pip install -e .") from error
+
+
 if not TYPE_CHECKING:  # with a module __getattr__, type checkers would accept any name
 
     def __getattr__(name: str) -> object:
-        if name in _MODULE_OF:
+        if name == "__version__":
+            value = _version()
+        elif name in _MODULE_OF:
             value = getattr(import_module(_MODULE_OF[name]), name)
         elif name in __all__:
             value = import_module(f"partita.{name}")

@@ -7,7 +7,7 @@ import gc
 import runpy
 import subprocess
 import sys
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,6 @@ SLOW_LIBRARIES = [
     "pandas",
     "peft",
     "scipy",
-    "seqeval",
     "sklearn",
     "torch",
     "transformers",
@@ -84,6 +83,14 @@ def test_type_checking_imports_match_the_lazy_exports() -> None:
     for name, home in homes.items():
         assert getattr(partita, name) is getattr(import_module(home), name)
     assert set(partita.__all__) <= set(dir(partita))
+
+
+def test_version_is_that_of_the_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert partita.__version__ == metadata.version("partita")
+    monkeypatch.delitem(vars(partita), "__version__")
+    monkeypatch.setattr(metadata.Distribution, "discover", lambda **_: iter(()))  # source on the path, not installed
+    with pytest.raises(AttributeError, match=r"not installed: pip install -e \."):
+        _ = partita.__version__
 
 
 def test_unknown_package_attribute_is_an_error() -> None:

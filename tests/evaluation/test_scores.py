@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,25 +58,36 @@ def spans_by_hand(tags: list[str]) -> Spans:
     return found
 
 
-@given(pairs_of_sentences)
-def test_strict_scores_are_those_of_seqeval(pairs: list[tuple[list[str], list[str]]]) -> None:
-    reference = pytest.importorskip("seqeval.metrics.v1")
-    from seqeval.scheme import IOB2
+RECORDED = json.loads((Path(__file__).parent / "seqeval_scores.json").read_text())["cases"]
 
-    truths, guesses = [truth for truth, _ in pairs], [guess for _, guess in pairs]
-    found = entity_scores(truths, guesses)
-    if not any(tag[0] == "B" for row in (*truths, *guesses) for tag in row):
+
+def test_strict_scores_are_those_of_seqeval() -> None:
+    """The values are those of `scripts/write_entity_scores.py`."""
+    assert len(RECORDED) >= 100
+    for case in RECORDED:
+        found = entity_scores(*([row.split() for row in case[side]] for side in ("true", "predicted")))
+        assert [found["precision"], found["recall"], found["f1"]] == case["micro"]
+        types = by_type(found)
+        assert types.keys() == case["by_type"].keys()
+        for kind, expected in case["by_type"].items():
+            assert [types[kind][name] for name in ("precision", "recall", "f1", "entities")] == expected
+
+
+@given(pairs_of_sentences)
+def test_strict_scores_count_equal_spans(pairs: list[tuple[list[str], list[str]]]) -> None:
+    true, told = (
+        {(row, *span) for row, pair in enumerate(pairs) for span in spans_by_hand(pair[side])} for side in (0, 1)
+    )
+    found = entity_scores([truth for truth, _ in pairs], [guess for _, guess in pairs])
+    if not true | told:
         assert "f1" not in found
         return
-    values = reference.precision_recall_fscore_support(truths, guesses, average="micro", zero_division=0, scheme=IOB2)
-    assert (found["precision"], found["recall"], found["f1"]) == values[:3]
-    by_class = reference.precision_recall_fscore_support(truths, guesses, average=None, zero_division=0, scheme=IOB2)
-    present = sorted({kind for row in (*truths, *guesses) for _, _, kind in spans_by_hand(row)})
-    types = by_type(found)
-    assert sorted(types) == present
-    for place, kind in enumerate(present):
-        expected = [column[place] for column in by_class]
-        assert [types[kind][name] for name in ("precision", "recall", "f1", "entities")] == expected
+    for kind in (None, *{span[3] for span in true | told}):
+        counted, guessed = ({span for span in spans if kind in (None, span[3])} for spans in (true, told))
+        right, scores = len(counted & guessed), by_type(found)[kind] if kind else found
+        assert scores["precision"] == (right / len(guessed) if guessed else 0)
+        assert scores["recall"] == (right / len(counted) if counted else 0)
+        assert scores["f1"] == pytest.approx(2 * right / (len(counted) + len(guessed)))
 
 
 def most_pairs(true: Spans, told: Spans) -> int:

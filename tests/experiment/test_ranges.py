@@ -377,7 +377,7 @@ def test_reference_pages_are_up_to_date() -> None:
     ],
 )
 def test_partitioner_errors_are_one_line(partitioner: str, clients: int, options: dict[str, Any]) -> None:
-    pytest.importorskip("flwr_datasets")
+    pytest.importorskip("flwr_datasets", reason="the reference, flwr-datasets, is not installed")
     asked = {"name": "flwr", "partitioner": partitioner, "clients": clients, "options": options}
     assert refusal(lambda: build(parse({**TINY, "split": asked}))) is not None
 

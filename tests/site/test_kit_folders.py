@@ -14,9 +14,9 @@ from site_kit_fixtures import GROUP, write_experiment, write_kit
 from partita.experiment.config import load, shared_digest
 from partita.experiment.flower_app import run_config
 from partita.site.config import load_site
-from partita.site.kit.folders import write_group
+from partita.site.kit.folders import write_files
 from partita.site.kit.group import load_group
-from partita.site.kit.party_files import UID
+from partita.site.kit.party_files import UID, group_files
 from partita.site.toml_tables import SiteError
 from partita.storage.atomic_files import LinkError
 
@@ -68,7 +68,7 @@ def test_files_are_private_and_hold_no_key(kit: Path) -> None:
 def test_second_init_changes_nothing_and_keeps_what_was_made(tmp_path: Path) -> None:
     kit = write_kit(tmp_path)
     group = load_group(tmp_path / "group.toml")
-    assert write_group(group, kit) == [], "equal inputs give equal files"
+    assert write_files(group_files(group), kit) == [], "equal inputs give equal files"
     made = {kit / "north" / name: b"mine" for name in ("keys/north", "state/log.jsonl", "ca.crt")}
     made[kit / "server" / "ca" / "ca.key"] = b"mine"
     for path, content in made.items():
@@ -79,10 +79,13 @@ def test_second_init_changes_nothing_and_keeps_what_was_made(tmp_path: Path) -> 
     policy.write_text(proposed + "# signed\n")
     (kit / "south" / "README.md").unlink()
     with pytest.raises(SiteError, match=r"north/policy.toml exists and differs; compare it, and overwrite .* --force"):
-        write_group(group, kit)
+        write_files(group_files(group), kit)
     assert policy.read_text().endswith("# signed\n")
     assert not (kit / "south" / "README.md").exists(), "nothing is written if something is refused"
-    assert write_group(group, kit, force=True) == [kit / "north" / "policy.toml", kit / "south" / "README.md"]
+    assert write_files(group_files(group), kit, force=True) == [
+        kit / "north" / "policy.toml",
+        kit / "south" / "README.md",
+    ]
     assert policy.read_text() == proposed
     assert all(path.read_bytes() == content for path, content in made.items())
     elsewhere = tmp_path / "elsewhere"
@@ -90,8 +93,23 @@ def test_second_init_changes_nothing_and_keeps_what_was_made(tmp_path: Path) -> 
     (kit / "south" / "image").rename(tmp_path / "moved")
     (kit / "south" / "image").symlink_to(elsewhere)
     with pytest.raises(LinkError, match=r"south/image is a symbolic link"):
-        write_group(group, kit, force=True)
+        write_files(group_files(group), kit, force=True)
     assert not list(elsewhere.iterdir())
+
+
+def test_image_command_writes_the_image_folder_of_a_party(kit: Path, tmp_path: Path, run_partita: Shell) -> None:
+    code, out, _ = run_partita("sites", "image", "--out", str(tmp_path / "image"))
+    assert (code, out.split()[:2]) == (0, ["wrote", "6"])
+    for party in (kit / "north" / "image").iterdir():
+        own, same = (tmp_path / "image" / party.name).read_bytes(), party.read_bytes()
+        if party.name == "Dockerfile":  # without a group, the base image is not known
+            own, same = (text.partition(b"\nFROM ")[2] for text in (own, same))
+        assert own == same
+    (tmp_path / "image" / "requirements.txt").write_text("torch==1.0\n")
+    code, _, error = run_partita("sites", "image", "--out", str(tmp_path / "image"))
+    assert code == 1
+    assert "requirements.txt exists and differs" in error
+    assert run_partita("sites", "image", "--out", str(tmp_path / "image"), "--force")[1].startswith("wrote 1 files")
 
 
 def test_limits_below_the_plan_are_refused(tmp_path: Path) -> None:

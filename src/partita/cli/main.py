@@ -83,9 +83,9 @@ MetricName = Annotated[
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
+        import partita
 
-        print(f"partita {version('partita')}")
+        print(f"partita {partita.__version__}")
         raise typer.Exit
 
 

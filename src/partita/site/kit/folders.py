@@ -1,23 +1,22 @@
-"""Write the folders of a group. Keys, certificates and state are made in them later, and never touched here."""
+"""Write the files of a kit. Keys, certificates and state are made next to them later, and never touched here."""
 
 from __future__ import annotations
 
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
-from partita.site.kit.group import Group
-from partita.site.kit.party_files import group_files
 from partita.site.toml_tables import SiteError
 from partita.storage.atomic_files import LinkError, read, write
 
 SHELL = b"#!/usr/bin/env bash"  # the first line of a script
 
 
-def write_group(group: Group, folder: Path, force: bool = False) -> list[Path]:
-    """Write the folders of a group.
+def write_files(files: Mapping[str, bytes], folder: Path, force: bool = False) -> list[Path]:
+    """Write files to a folder, for their owner only.
 
     Args:
-        group: The group.
+        files: Contents by path in the folder.
         folder: Where to write them.
         force: Overwrite files that differ.
 
@@ -28,12 +27,12 @@ def write_group(group: Group, folder: Path, force: bool = False) -> list[Path]:
         SiteError: If a file is there with another content and `force` is not set. Then nothing is written.
         LinkError: If a folder or file to write is a link.
     """
-    found = {folder / path: content for path, content in group_files(group).items()}
+    found = {folder / path: content for path, content in files.items()}
     differing = [path for path, content in found.items() if _differs(folder, path, content)]
     if not force and (present := [path for path in differing if path.exists()]):
         raise SiteError(
-            f"{present[0]} exists and differs; compare it, and overwrite the files of all parties with --force, or "
-            "choose another folder with --out"
+            f"{present[0]} exists and differs; compare it, and overwrite all files that differ with --force, or choose "
+            "another folder with --out"
         )
     for path in differing:
         for parent in reversed([each for each in path.parents if each == folder or folder in each.parents]):

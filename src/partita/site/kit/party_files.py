@@ -21,7 +21,7 @@ from partita.experiment.builder import Experiment, build
 from partita.experiment.config import Config, load, shared_digest
 from partita.experiment.config_code import code_copies
 from partita.privacy.guard import PrivacyConfig
-from partita.site.kit.group import ABSOLUTE, SERVER, Group, GroupSite, is_absolute
+from partita.site.kit.group import ABSOLUTE, SERVER, Group, GroupSite, Images, is_absolute
 from partita.site.kit.plan_needs import Needs, by_role, needs_of
 from partita.site.kit.sbom import EXTRAS, ROOT, installed, requirements, sbom
 from partita.site.kit.templating import render_folder
@@ -56,7 +56,7 @@ def group_files(group: Group) -> Files:
     recorded = {EXPERIMENT: config.to_toml().encode(), **code_copies(config.references())}
     common = _common(group, config)
     shared = {
-        **_below("image", {**render_folder("image", common), **_packages()}),
+        **_below("image", image_files(group.images)),
         **_below("chart", render_folder("chart", common)),
         **recorded,
     }
@@ -65,6 +65,23 @@ def group_files(group: Group) -> Files:
     for site in group.site:
         found |= _below(site.name, {**_site(site, experiment, needs[site.name], common), **shared})
     return found
+
+
+def image_files(images: Images) -> Files:
+    """Return what installs partita as it is installed here: versions, bill of materials, scripts and Dockerfile.
+
+    Args:
+        images: The container images; only the base image is used.
+
+    Raises:
+        SiteError: If something that a site may need is not installed here.
+    """
+    packages = installed()
+    return {
+        **render_folder("image", {"base": images.pinned("base"), "uid": UID, "extras": EXTRAS}),
+        "requirements.txt": requirements(packages).encode(),
+        "sbom.cdx.json": sbom(packages).encode(),
+    }
 
 
 def load_experiment(group: Group) -> Config:
@@ -103,20 +120,14 @@ def _common(group: Group, config: Config) -> dict[str, Any]:
     return {
         "group": group,
         "server": group.server,
-        "images": {key: group.images.pinned(key) for key in ("partita", "base", "nginx")},
+        "images": {key: group.images.pinned(key) for key in ("partita", "nginx")},
         "pinned": bool(group.images.partita),
         "environment": ENVIRONMENT,
         "uid": UID,
         "venv": VENV,
-        "extras": EXTRAS,
         "version": version(ROOT),
         "code": dict(config.code),
     }
-
-
-def _packages() -> Files:
-    packages = installed()
-    return {"requirements.txt": requirements(packages).encode(), "sbom.cdx.json": sbom(packages).encode()}
 
 
 def _app(group: Group, recorded: Files) -> Files:
