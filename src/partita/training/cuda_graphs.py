@@ -29,6 +29,7 @@ from partita.training.phase_work import PhaseWork
 
 WARMUP_STEPS = 2  # eager steps of one shape before a capture: torch selects kernels in the first steps
 MAX_CACHED = 16  # cached blocks with their graphs, each with a copy of the shared tensors; least recently used go first
+POISSON_SIZES = 8  # sizes of padded Poisson batches up to the expected size
 
 Replay = tuple[Callable[[], None], Tensor]  # a function that replays the captured work, and the tensor of its result
 Recorder = Callable[[Callable[[], Tensor]], Replay]
@@ -87,6 +88,7 @@ class GraphCache:
             ),
             GraphedSteps(lambda step: self.record(step, what)),
             reused=True,
+            multiple=_multiple(work),
         )
 
     def __str__(self) -> str:
@@ -222,6 +224,13 @@ def _tensors(batch: Batch) -> Iterator[Tensor]:
     yield batch.targets
     if batch.mask is not None:
         yield batch.mask
+
+
+def _multiple(work: PhaseWork) -> int:
+    """Poisson batches have many sizes: pad them, so that few graphs serve all steps."""
+    if work.dp_settings is None or work.dp_settings.sampling != "poisson":
+        return 1
+    return max(1, work.run.training.batch_size // POISSON_SIZES)
 
 
 def _shape(work: PhaseWork) -> Hashable:

@@ -197,7 +197,8 @@ def _linear_squares(given: Tensor, grad: Tensor) -> Tensor:
 
     def squares(given: Tensor, grad: Tensor) -> Tensor:
         if by_tokens:
-            return (product(given, given.mT) * product(grad, grad.mT)).sum((1, 2))
+            inner = (product(given, given.mT) * product(grad, grad.mT)).sum((1, 2))
+            return _rounded_up(inner, (_lengths(given) * _lengths(grad)).sum(1).square())
         return _square(product(grad.mT, given))
 
     return _in_chunks(squares, given, grad, 2 * tokens**2 if by_tokens else wide * high)
@@ -211,10 +212,30 @@ def _linear_sum(given: Tensor, grad: Tensor, shares: Tensor) -> Tensor:
 
 def _embedding_squares(tokens: Tensor, grad: Tensor) -> Tensor:
     def squares(tokens: Tensor, grad: Tensor) -> Tensor:
-        inner = product(grad, grad.mT)  # (example, token, token)
-        return (inner * (tokens.unsqueeze(1) == tokens.unsqueeze(2))).sum((1, 2))
+        same = tokens.unsqueeze(1) == tokens.unsqueeze(2)  # (example, token, token)
+        lengths = _lengths(grad)
+        largest = (lengths.unsqueeze(1) * lengths.unsqueeze(2) * same).sum((1, 2))
+        return _rounded_up((product(grad, grad.mT) * same).sum((1, 2)), largest)
 
     return _in_chunks(squares, tokens, grad, 2 * tokens.shape[2] ** 2)
+
+
+def _lengths(value: Tensor) -> Tensor:
+    """The norm of each token of (example, token, width)."""
+    return torch.linalg.vector_norm(value, dim=2, dtype=_high(value))
+
+
+def _rounded_up(squares: Tensor, largest: Tensor) -> Tensor:
+    """Return squared norms with an allowance for rounding, so that they are not below the true ones.
+
+    A squared norm from inner products is a sum of terms that can cancel. Its error is relative to the terms, not to the
+    result, and a norm that is too small would leave a gradient longer than the clip.
+
+    Args:
+        squares: The squared norms, (example,).
+        largest: What they would be if no terms canceled, (example,).
+    """
+    return squares + 2 * torch.finfo(squares.dtype).eps * largest
 
 
 def _embedding_sum(tokens: Tensor, grad: Tensor, shares: Tensor, rows: int) -> Tensor:
@@ -222,7 +243,7 @@ def _embedding_sum(tokens: Tensor, grad: Tensor, shares: Tensor, rows: int) -> T
     own_rows = tokens + rows * torch.arange(clients, device=tokens.device).view(-1, 1, 1)
     scaled = _scaled(grad, shares)
     total = torch.ops.aten.embedding_dense_backward(scaled, own_rows, clients * rows, -1, False)
-    return total.view(clients, rows, -1)  # type: ignore[no-any-return]
+    return total.view(clients, rows, -1)
 
 
 def _scaled(grad: Tensor, shares: Tensor) -> Tensor:
@@ -231,9 +252,7 @@ def _scaled(grad: Tensor, shares: Tensor) -> Tensor:
     return (tensors.upcast(grad) * factors).masked_fill(factors == 0, 0.0)
 
 
-def _in_chunks(
-    squares: Callable[[Tensor, Tensor], Tensor], given: Tensor, grad: Tensor, numbers: int
-) -> Tensor:
+def _in_chunks(squares: Callable[[Tensor, Tensor], Tensor], given: Tensor, grad: Tensor, numbers: int) -> Tensor:
     """Apply a function of (example, token, ...) to all clients' examples, in chunks; return (client, example)."""
     size = max(1, CHUNK // numbers)
     pairs = zip(given.flatten(0, 1).split(size), grad.flatten(0, 1).split(size), strict=True)
@@ -260,11 +279,14 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     """
     if not (left.is_cuda and left.dtype == torch.float32 and right.dtype == torch.bfloat16):
         return product(left.mT, right)
-    total = None
+    first, second, third = (product(part.mT, right) for part in bfloat16_parts(left))
+    return first.add_(second).add_(third)
+
+
+def bfloat16_parts(value: Tensor) -> list[Tensor]:
+    """Return three bfloat16 tensors whose sum is a float32 tensor."""
+    parts = []
     for _ in range(3):
-        part = left.bfloat16()
-        left = left - part
-        added = product(part.mT, right)
-        total = added if total is None else total.add_(added)
-    assert total is not None
-    return total
+        parts.append(value.bfloat16())
+        value = value - parts[-1]
+    return parts

@@ -110,6 +110,7 @@ class PhaseTrainer:
         optimizer: Takes optimizer steps.
         run_step: Runs a step, or replays a captured one.
         reused: Whether the trainer's tensors are used again for other clients, so that results must be copies.
+        multiple: The number of units of a batch is padded to a multiple of this.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class PhaseTrainer:
         optimizer: OptimizerSteps | None = None,
         run_step: StepRunner = run_eagerly,
         reused: bool = False,
+        multiple: int = 1,
     ) -> None:
         self.run, self.axis, self.names, self.device = work.run, work.axis, work.names, work.device
         self.objective = work.objective
@@ -131,7 +133,7 @@ class PhaseTrainer:
             parameter_groups(training, model, work.names), training.warmup_steps
         )
         self.lift = ClientVmap(self.axis, str(self.objective))
-        self.run_step, self.reused = run_step, reused
+        self.run_step, self.reused, self.multiple = run_step, reused, multiple
         self.trainable, self.moments = work.stacked()
         # The owners of shared tensors may change or free them, so a trainer that is used again has its own copies.
         self.fixed = [(_cloned(value), dims) for value, dims in work.fixed] if reused else work.fixed

@@ -110,6 +110,7 @@ class PrivateGradients:
         self.one_by_one = bool(self.objective.model.why_one_by_one(inputs))
         if self.dp_settings.clipping == "auto":
             self.ghost = self.ghost and not self.one_by_one
+
     # ---- clipped sums
 
     def _clipped_sums(self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any]) -> tuple[Tensors, Tensor]:
