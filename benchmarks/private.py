@@ -1,4 +1,4 @@
-"""DP-SGD against plain training: ghost clipping in blocks, with CUDA graphs, direct clipping, and Opacus' ghost clipping.
+"""DP-SGD against plain training: ghost clipping in blocks and with CUDA graphs, direct clipping, and Opacus.
 
 Work "bert" trains all parameters of a text classifier; work "lora" trains LoRA on a model of LLaMA's shape. Weights and
 texts are random. A round is `--clients` clients, each with `--steps` AdamW steps. Private sides clip at 1 and add noise

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ghost_fixtures import TextClients, tiny_model
 from graph_fixtures import ReplayingRecorder
+from group_fixtures import Hospitals
 from helpers import Clients, final_params, max_difference, play, toy_model, toy_run
 
 from partita.core import tensors
@@ -146,8 +147,33 @@ def test_a_failed_check_of_norms_leaves_the_captured_ghost_steps(monkeypatch: py
     monkeypatch.setattr(private_gradients, "clipped_sum", counted)
     run = private_run(DPSGDSettings(0.3, 0.5), steps=6, count=2)
     play(run, tiny_model("Bert"), TextClients(), graphs=GraphCache(ReplayingRecorder()))
-    assert len(checks) == 3
+    assert len(checks) == 4, "each phase checks on its own"
     assert len(sums) == 2 * 6, "both phases of the second round"
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_captured_steps_of_groups_equal_eager_steps(block: int) -> None:
+    """Batches are padded in the number of groups."""
+    settings = DPSGDSettings(0.5, 0.0, groups=True)
+    run, hospitals = (
+        private_run(settings, batch_size=16, steps=8, count=1),
+        Hospitals(a=[2] * 30, b=[2] * 20, c=[2] * 9),
+    )
+    recorder = ReplayingRecorder()
+    captured = final_params(play(run, toy_model(), hospitals, block=block, graphs=GraphCache(recorder)))
+    assert recorder.recorded
+    assert max_difference(captured, final_params(play(run, toy_model(), hospitals, block=block))) < 1e-6
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_a_private_run_with_graphs_resumes_bit_for_bit(block: int) -> None:
+    """After a resume the first steps run eagerly again, where the uninterrupted run replays graphs."""
+    run, clients = private_run(DPSGDSettings(0.5, 0.8), count=4), Clients(a=8, b=12)
+    whole = play(run, toy_model(), clients, block=block, graphs=GraphCache(ReplayingRecorder()))
+    again = ReplayingRecorder()
+    resumed = play(run, toy_model(), clients, whole[1].server, 2, block=block, graphs=GraphCache(again))
+    assert again.recorded
+    assert tensors.equal(final_params(whole), final_params(resumed))
 
 
 def test_settings_of_privacy_have_graphs_of_their_own() -> None:

@@ -26,9 +26,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped, maybe_get_bdim
+from torch._C._functorch import get_unwrapped as _get_unwrapped
 from torch._C._functorch import is_batchedtensor as is_batchedtensor
 from torch._C._functorch import is_gradtrackingtensor as is_gradtrackingtensor
+from torch._C._functorch import maybe_get_bdim as _maybe_get_bdim
 
 foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
@@ -64,12 +65,12 @@ def version(tensor: Tensor) -> int:
 
 def without_vmap(value: Tensor) -> Tensor:
     """Return the tensor of all clients under `torch.vmap`; outside it, the tensor itself."""
-    return get_unwrapped(value) if is_batchedtensor(value) else value
+    return _get_unwrapped(value) if is_batchedtensor(value) else value
 
 
 def client_dimension(value: Tensor) -> int | None:
     """Return the dimension of the clients in `without_vmap(value)`; None if there is none."""
-    return maybe_get_bdim(value) if is_batchedtensor(value) else None
+    return _maybe_get_bdim(value) if is_batchedtensor(value) else None
 
 
 @contextmanager

@@ -138,10 +138,14 @@ def ghost_sum(
         leaves = {name: value.detach().requires_grad_() for name, value in trainable.items()}
         with _LayerRecorder(leaves, count) as recorder:
             losses = losses_of(leaves)
-        grads = _backward(losses, leaves, recorder.layers)
+        layers = _backward(losses, leaves, recorder.layers)
+    recorder.layers.clear()
     shape = losses.shape
     clients = len(losses) if losses.ndim > 1 else 1
-    parts = [part for layer, grad in grads for part in layer.gradients(grad, clients)]
+    parts: list[Part] = []
+    while layers:
+        layer, grad = layers.pop()  # its output is no longer needed
+        parts += layer.gradients(grad, clients)
     if not parts:
         return tensors.zeros_like(trainable), losses.detach(), torch.zeros_like(losses)
     norms = torch.stack([part.squares for part in parts]).sum(0).clamp(min=0).sqrt()  # (client, example)

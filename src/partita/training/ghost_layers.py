@@ -205,9 +205,11 @@ def _linear_squares(given: Tensor, grad: Tensor) -> Tensor:
 
 
 def _linear_sum(given: Tensor, grad: Tensor, shares: Tensor) -> Tensor:
-    left_out = (shares == 0).unsqueeze(2).unsqueeze(3)
-    given = given.masked_fill(left_out, 0.0).flatten(1, 2)  # (client, token of any example, width)
-    return sum_of_products(_scaled(grad, shares).flatten(1, 2), given)
+    """The sum over all tokens of output gradient times input, (client, output, input), weighted by example."""
+    if given.shape[3] < grad.shape[3]:  # scale the narrower one
+        return _linear_sum(grad, given, shares).mT.contiguous()
+    kept = given.masked_fill((shares == 0).unsqueeze(2).unsqueeze(3), 0.0)
+    return sum_of_products(_scaled(grad, shares).flatten(1, 2), kept.flatten(1, 2))
 
 
 def _embedding_squares(tokens: Tensor, grad: Tensor) -> Tensor:
@@ -247,9 +249,9 @@ def _embedding_sum(tokens: Tensor, grad: Tensor, shares: Tensor, rows: int) -> T
 
 
 def _scaled(grad: Tensor, shares: Tensor) -> Tensor:
-    """The gradients (client, example, token, width) times the shares, in float32; 0 where a share is 0."""
+    """Numbers (client, example, token, width) times the shares, in float32 or higher; 0 where a share is 0."""
     factors = shares.unsqueeze(2).unsqueeze(3)
-    return (tensors.upcast(grad) * factors).masked_fill(factors == 0, 0.0)
+    return (grad * factors).masked_fill_(factors == 0, 0.0)  # float32, the type of the shares, without a copy
 
 
 def _in_chunks(squares: Callable[[Tensor, Tensor], Tensor], given: Tensor, grad: Tensor, numbers: int) -> Tensor:

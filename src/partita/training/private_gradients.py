@@ -17,8 +17,9 @@ from partita.training.ghost_layers import GhostError
 from partita.training.objective import TINY, Objective, masked_mean, rule_batch
 from partita.training.step_noise import StepNoise
 
-# With clipping = "auto", try ghost clipping if a block's per-example gradients have more elements than this (1 GiB).
-GHOST_THRESHOLD = 2**28
+# With clipping = "auto", try ghost clipping if a block's per-example gradients have more elements than this (64 MiB).
+# Below, direct clipping is as fast (benchmarks/private.py).
+GHOST_THRESHOLD = 2**24
 
 
 class PrivateGradients:
@@ -40,7 +41,6 @@ class PrivateGradients:
         self, objective: Objective, axis: ClientAxis, dp_settings: DPSGDSettings, noise_sources: Sequence[NoiseSource]
     ) -> None:
         self.objective, self.axis, self.dp_settings = objective, axis, dp_settings
-        self.ghost = self._ghost_possible()
         self.one_by_one: bool | None = None  # whether gradients are computed example by example; None: not asked yet
         self.noise = StepNoise(axis, dp_settings.noise * dp_settings.clip) if dp_settings.noise else None
         self.shares: Tensor | None = None
@@ -56,8 +56,9 @@ class PrivateGradients:
         self.begin(noise_sources)
 
     def begin(self, noise_sources: Sequence[NoiseSource]) -> None:
-        """Start a phase."""
+        """Start a phase. What an earlier one found about ghost norms is forgotten: a resumed run does not know it."""
         self.noise_sources = noise_sources
+        self.ghost = self._ghost_possible()
         self.steps = 0  # each step has its own noise
         self.checked = False  # whether ghost norms were compared with direct ones in this phase
 
@@ -108,8 +109,7 @@ class PrivateGradients:
         if self.dp_settings.groups:
             inputs = {name: value.flatten(0, 1) for name, value in inputs.items()}  # (member of any group, ...)
         self.one_by_one = bool(self.objective.model.why_one_by_one(inputs))
-        if self.dp_settings.clipping == "auto":
-            self.ghost = self.ghost and not self.one_by_one
+        self.ghost = self._ghost_possible()
 
     # ---- clipped sums
 
@@ -161,7 +161,7 @@ class PrivateGradients:
     # ---- ghost clipping
 
     def _ghost_possible(self) -> bool:
-        """Whether ghost clipping is possible: not for groups, and not if a rule has a per-example penalty."""
+        """Whether to try ghost clipping: not for groups, and not if a rule has a per-example penalty."""
         clipping = self.dp_settings.clipping
         if clipping == "direct" or self.dp_settings.groups:  # the norms are those of single examples
             return False
@@ -171,7 +171,7 @@ class PrivateGradients:
                 "privacy.clipping = 'ghost' supports the task's loss only, and a rule has a penalty per example; set "
                 "privacy.clipping = 'direct'"
             )
-        return possible
+        return possible and not (clipping == "auto" and self.one_by_one)
 
     def _uses_ghost(self, trainable: Tensors, targets: Tensor) -> bool:
         """Whether a batch of this size is clipped by ghost norms."""
