@@ -8,17 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from ghost_fixtures import TextClients, tiny_batch, tiny_model
+from ghost_fixtures import KINDS, TextClients, tiny_batch, tiny_model
 from helpers import final_params, max_difference, play, toy_run
 from torch import Tensor
 from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from partita.core.data import Batch
+from partita.core.data import Batch, ClientData
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.model import Model
+from partita.core.model import HeadOutput, Model
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
+from partita.data import Table
 from partita.methods import build
+from partita.models.adapter import from_module
+from partita.models.pretrained import seeded
+from partita.tasks import LM, chunked_loss
 from partita.training import ghost_layers, private_gradients
 from partita.training.client_axis import VmapError
 from partita.training.dp_sgd import gradient_of_one
@@ -130,6 +135,38 @@ def test_an_example_that_is_not_finite_is_left_out_of_its_client_only(wrong: flo
     assert_sums({name: value[1] for name, value in found.items()}, by_hand(model, params, kept, 1.0)[0])
     whole = Batch({"pixel_values": pixels[0]}, targets[0])
     assert_sums({name: value[0] for name, value in found.items()}, by_hand(model, params, whole, 1.0)[0])
+
+
+class Writers:
+    """Clients with tokens to continue."""
+
+    clients = ("a", "b")
+
+    def __getitem__(self, client: str) -> ClientData:
+        ids = torch.randint(20, (6, 9), generator=(Key(4) / client).generator())
+        table = Table({"input_ids": ids[:, :-1].contiguous()}, ids[:, 1:].contiguous())
+        return ClientData(table, table, table)
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_language_models_with_a_frozen_head_compute_no_logits_of_a_whole_batch(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with seeded(Key(0)):
+        sizes = {name: value for name, value in KINDS["Llama"][1].items() if name != "num_labels"}
+        module = LlamaForCausalLM(LlamaConfig(**sizes))
+    method = build("lora", {"rank": 2, "roles": ("query", "value"), "head": False})
+    assert method.extend is not None
+    model = method.extend(from_module("llama", module, ("embedding", "layer.0", "layer.1"), kind=LM), Key(0))
+    ends = []
+    for clipping in ("direct", "ghost"):
+        settings = DPSGDSettings(0.1, 0.0, clipping=clipping)  # type: ignore[arg-type]
+        if clipping == "ghost":
+            monkeypatch.setattr(chunked_loss, "FEW", 0)
+            monkeypatch.setattr(HeadOutput, "logits", None)
+        ends.append(final_params(play(toy_run(replace(method, privacy=settings), 2), model, Writers(), block=block)))
+    assert max_difference(*ends) < 1e-5
+    assert max_difference(ends[0], model.initial) > 1e-3
 
 
 # ---- half precision

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from partita.core.dp_settings import DPSGDSettings
+from partita.core.model import HeadOutput
 from partita.core.tensors import Slots, Tensors
+from partita.core.torch_private import without_vmap
 from partita.training.client_axis import ClientAxis, ClientVmap, VmapError, first_client
 from partita.training.dp_sgd import NoiseSource, clipped_sum
 from partita.training.ghost_clipping import CHECKED_EXAMPLES, check_norms, ghost_sum
@@ -201,7 +203,10 @@ class PrivateGradients:
         return losses
 
     def _losses_of_one(self, trainable: Tensors, frozen: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
-        return self.objective.losses(self.objective.model({**frozen, **trainable}, inputs).with_logits(), targets)
+        out = self.objective.model({**frozen, **trainable}, inputs)
+        # A head that trains must be recorded. The loss of a frozen one is computed without all logits.
+        frozen_head = isinstance(out, HeadOutput) and not without_vmap(out.weight).requires_grad
+        return self.objective.losses(out if frozen_head else out.with_logits(), targets)
 
     def _check_norms(self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any]) -> None:
         """Compare the ghost norms of the first client's first examples with those of their gradients, in float32."""
