@@ -22,7 +22,7 @@ from partita.core.tensors import Tensors
 from partita.methods import build
 from partita.training import private_gradients
 from partita.training.client_axis import ClientAxis
-from partita.training.cuda_graphs import GraphCache
+from partita.training.cuda_graphs import GraphCache, GraphedSteps
 from partita.training.ghost_layers import GhostError
 from partita.training.step_noise import StepNoise
 
@@ -120,11 +120,15 @@ def test_a_draw_for_fewer_clients_leaves_no_noise_for_the_others() -> None:
 
 
 def test_few_graphs_serve_poisson_batches_of_all_sizes() -> None:
-    """About 64 examples a batch, with a standard deviation of 7; a graph for each size would be captured."""
+    """About 64 examples a batch, with a standard deviation of 7; without padding, there would be a shape per size."""
     run = private_run(DPSGDSettings(0.5, 1.0, microbatch=8), batch_size=64, steps=40, count=1)
     recorder = ReplayingRecorder()
-    play(run, toy_model(), Clients(a=400), graphs=GraphCache(recorder))
-    assert 1 <= recorder.recorded <= 5
+    cache = GraphCache(recorder)
+    play(run, toy_model(), Clients(a=400), graphs=cache)
+    [trainer] = cache.known.values()
+    assert isinstance(trainer.run_step, GraphedSteps)
+    assert len(trainer.run_step.taken) <= 6
+    assert 1 <= recorder.recorded <= 6
 
 
 def test_a_failed_check_of_norms_leaves_the_captured_ghost_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,9 +149,10 @@ def test_a_failed_check_of_norms_leaves_the_captured_ghost_steps(monkeypatch: py
 
     monkeypatch.setattr(private_gradients, "check_norms", failing)
     monkeypatch.setattr(private_gradients, "clipped_sum", counted)
-    run = private_run(DPSGDSettings(0.3, 0.5), steps=6, count=2)
-    play(run, tiny_model("Bert"), TextClients(), graphs=GraphCache(ReplayingRecorder()))
+    run, recorder = private_run(DPSGDSettings(0.3, 0.5, sampling="shuffle"), steps=6, count=2), ReplayingRecorder()
+    play(run, tiny_model("Bert"), TextClients(), graphs=GraphCache(recorder))
     assert len(checks) == 4, "each phase checks on its own"
+    assert recorder.recorded == 2 * 2, "batches of four and of two examples, with ghost norms and directly"
     assert len(sums) == 2 * 6, "both phases of the second round"
 
 

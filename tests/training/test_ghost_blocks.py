@@ -195,6 +195,19 @@ def test_half_precision_gives_the_norms_of_the_sums_that_are_released() -> None:
     torch.testing.assert_close(norms.squeeze(1), exact, rtol=0.05, atol=0)
 
 
+def test_half_precision_gives_the_gradient_of_the_product_that_is_computed() -> None:
+    """An autocast product reads rounded inputs, and so does its gradient."""
+    given, weight = torch.tensor([[1 + 2**-12, 3.0], [2.0, 1.0]]), {"w": torch.ones(1, 2)}
+
+    def losses(params: Tensors) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            return functional.linear(given, params["w"]).float().sum(1)
+
+    total, _, norms = ghost_sum(losses, weight, None, 2, replace(CLIP, clip=1e6))
+    assert total["w"].tolist() == [[3.0, 4.0]]
+    assert norms.tolist() == pytest.approx([10**0.5, 5**0.5], rel=1e-6)
+
+
 def canceling_tokens(width: int, high: int, tokens: int) -> tuple[Tensor, Tensor]:
     """Equal inputs, and output gradients whose sum is small beside each of them. All numbers are exact in bfloat16."""
     draw = torch.Generator().manual_seed(0)
