@@ -86,16 +86,20 @@ def main() -> None:
     chosen = options.parse_args()
     device, onednn = torch.device(chosen.device), configure_backends("auto")
     chosen.precision = chosen.precision or ("bfloat16" if device.type == "cuda" else "float32")
+    works = {
+        work: {**SIZES[work, chosen.small], **{name: n for name in SIZES[work, False] if (n := vars(chosen)[name])}}
+        for work in chosen.works
+    }
+    text = f"{works}, {chosen.precision}, rank {chosen.rank}; median of {chosen.repeats} rounds, sides in turn"
+    about = environment(device, onednn, text)
+    print(f"{text}; {about['device']}, {about['threads']} threads, torch {about['torch']}", flush=True)
     results: list[dict[str, Any]] = []
-    for work in chosen.works:
-        sizes = {**SIZES[work, chosen.small], **{name: n for name in SIZES[work, False] if (n := vars(chosen)[name])}}
-        text = f"{work}: {sizes}, {chosen.precision}; median of {chosen.repeats} rounds, sides in turn"
-        about = environment(device, onednn, text)
-        print(f"{text}; {about['device']}, {about['threads']} threads, torch {about['torch']}", flush=True)
-        results.append({"environment": about, "results": measure(work, sizes, chosen, device)})
-        report(results[-1]["results"])
-        if chosen.out:
-            chosen.out.write_text(json.dumps(results, indent=1) + "\n")
+    for work, sizes in works.items():
+        rows = measure(work, sizes, chosen, device)
+        report(work, rows)
+        results += rows
+        if chosen.out:  # after each work: a later one may end the process
+            chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
 
 
 def measure(work: str, sizes: dict[str, int], chosen: Any, device: torch.device) -> list[dict[str, Any]]:
@@ -151,8 +155,8 @@ class Reported:
         return True
 
 
-def report(rows: list[dict[str, Any]]) -> None:
-    print(f"{'side':42} {'first s':>8} {'ms/round':>10} {'spread':>17} {'ratio':>7} {'GiB':>6} {'loss':>7}")
+def report(work: str, rows: list[dict[str, Any]]) -> None:
+    print(f"{work:42} {'first s':>8} {'ms/round':>10} {'spread':>17} {'ratio':>7} {'GiB':>6} {'loss':>7}")
     for row in rows:
         if "median" not in row:
             print(f"{row['side']:42} {row.get('error', 'not run')}", flush=True)

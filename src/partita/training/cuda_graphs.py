@@ -88,7 +88,7 @@ class GraphCache:
             ),
             GraphedSteps(lambda step: self.record(step, what)),
             reused=True,
-            multiple=_multiple(work),
+            multiple=_multiple(work) if self.recorder else 1,
         )
 
     def __str__(self) -> str:
