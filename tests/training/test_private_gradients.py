@@ -176,6 +176,32 @@ def test_noise_is_drawn_for_each_step_and_client_at_noise_times_clip(clients: in
             torch.testing.assert_close(own, {name: expected[name] for name in own}, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("clients", [1, 2])
+def test_a_new_phase_has_its_own_noise_and_batch_sizes_in_the_same_tensors(clients: int) -> None:
+    """A captured step reads these tensors by address."""
+    loud = make_estimator(DPSGDSettings(CLIP, 2.0, clipping="direct"), clients)
+    params, batch, dims = MODEL.initial, line_batch(4), [0, None, None, None, None, 0, 0, None]
+    if clients > 1:
+        params = {name: torch.stack([value] * clients) for name, value in params.items()}
+        batch = Batch({"x": torch.stack([batch.inputs["x"]] * clients)}, torch.stack([batch.targets] * clients))
+    values = [{}, {}, {}, {}, batch.inputs, batch.targets, None]
+
+    def addresses() -> list[int]:
+        assert loud.shares is not None
+        assert loud.noise is not None
+        return [value.data_ptr() for value in (loud.shares, *loud.noise.held.values())]
+
+    first, _ = take_step(loud, params, values, dims, clients)
+    before = addresses()
+    sources = [NoiseSource(Key(rank) / "later", 2 + rank) for rank in range(clients)]
+    loud.begin(sources)
+    again, _ = take_step(loud, params, values, dims, clients)
+    assert addresses() == before
+    fresh = make_estimator(DPSGDSettings(CLIP, 2.0, clipping="direct"), clients, sources=sources)
+    torch.testing.assert_close(again, take_step(fresh, params, values, dims, clients)[0], rtol=0, atol=0)
+    assert all(not torch.equal(first[name], again[name]) for name in first)
+
+
 # ---- ghost clipping
 
 

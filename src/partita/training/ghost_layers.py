@@ -70,7 +70,9 @@ def linear(name: Name, count: int, given: Tensor, weight: Tensor, bias: Tensor |
     weight, fixed_bias = weight.detach(), None if bias is None else bias.detach()
     kind = given.device.type
     if torch.is_autocast_enabled(kind):  # here, so that the norms are those of the product that is computed
-        given = given.to(torch.get_autocast_dtype(kind))
+        dtype = torch.get_autocast_dtype(kind)
+        # Under vmap, autocast misses the bias.
+        given, fixed_bias = given.to(dtype), None if fixed_bias is None else fixed_bias.to(dtype)
 
     def parts(given: Tensor, grad: Tensor) -> Iterator[Part]:
         given, grad = _by_token(given), _by_token(grad)
