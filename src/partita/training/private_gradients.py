@@ -13,7 +13,7 @@ from partita.core.model import HeadOutput
 from partita.core.tensors import Slots, Tensors
 from partita.core.torch_private import without_vmap
 from partita.training.client_axis import ClientAxis, ClientVmap, VmapError, first_client
-from partita.training.dp_sgd import NoiseSource, clipped_sum
+from partita.training.dp_sgd import NoiseSource, clipped_sum, unit_mask
 from partita.training.ghost_clipping import CHECKED_EXAMPLES, check_norms, ghost_sum
 from partita.training.ghost_layers import GhostError
 from partita.training.objective import TINY, Objective, masked_mean, rule_batch
@@ -22,6 +22,9 @@ from partita.training.step_noise import StepNoise
 # With clipping = "auto", try ghost clipping if a block's per-example gradients have more elements than this (64 MiB).
 # Below, direct clipping is as fast (benchmarks/private.py).
 GHOST_THRESHOLD = 2**24
+HALF = (torch.bfloat16, torch.float16)
+# Relative difference of ghost and direct norms in float32, and if the weights are in half precision.
+CLOSE, CLOSE_IN_HALF = 1e-2, 0.1
 
 
 class PrivateGradients:
@@ -86,7 +89,6 @@ class PrivateGradients:
     def __call__(
         self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int
     ) -> tuple[Tensors, Tensor]:
-        mask = values[-1]
         with torch.no_grad():
             sums, losses = self._clipped_sums(trainable, values, dims)
             noisy = sums if self.noise is None else self.noise.add(sums, count)
@@ -96,7 +98,7 @@ class PrivateGradients:
             if self.objective.run.method.client_rules:
                 penalties = self.lift(self._penalty_gradients, dims[:5])(trainable, *values[:4])
                 grads = {name: value + penalties[name] for name, value in grads.items()}
-            return grads, _mean(losses, self._unit_mask(mask))
+            return grads, _mean(losses, unit_mask(values[-1], self.dp_settings))
 
     def _set_shares(self, device: torch.device) -> None:
         """Set one over each client's expected batch size. The tensor stays the same in all phases."""
@@ -234,6 +236,7 @@ class PrivateGradients:
             inputs,
             targets,
             norms,
+            CLOSE_IN_HALF if getattr(self.objective.model, "dtype", None) in HALF else CLOSE,
         )
 
     # ---- units
@@ -241,10 +244,6 @@ class PrivateGradients:
     def _units(self, targets: Tensor) -> int:
         """The number of units of each client, padding included."""
         return targets.shape[int(self.axis.many)]
-
-    def _unit_mask(self, mask: Tensor | None) -> Tensor | None:
-        """Which units count, (..., unit)."""
-        return mask if mask is None or not self.dp_settings.groups else (mask != 0).any(-1).to(mask)
 
 
 def _mean(losses: Tensor, mask: Tensor | None) -> Tensor:
