@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +20,11 @@ from environment import environment, now
 
 from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, models
 from partita.core.dp_settings import DPSGDSettings
+from partita.core.noise import gaussian_noise
 from partita.core.rounds import initial_server, rounds
 from partita.core.tensors import Tensors
 from partita.engines.autotune import configure_backends
-from partita.training import private_gradients
+from partita.training import step_noise
 
 CLIENTS, STEPS, BATCH = 4, 5, 32
 SIZES = {"small": (2, 64), "medium": (6, 384)}
@@ -41,12 +42,17 @@ def seeded(like: Tensors, key: Key, std: float) -> Tensors:
     }
 
 
+def seeded_block(like: Tensors, keys: Sequence[Key], std: float) -> Tensors:
+    parts = [seeded(like, key, std) for key in keys]
+    return {name: torch.stack([part[name] for part in parts]) for name in like}
+
+
 def plain_sum(value: torch.Tensor, noise: torch.Tensor, std: float) -> torch.Tensor:
     return value + noise
 
 
 def with_torch() -> AbstractContextManager[object]:
-    return patch.multiple(private_gradients, gaussian_noise=seeded, add_noise=plain_sum)
+    return patch.multiple(step_noise, block_noise=seeded_block, add_noise=plain_sum)
 
 
 def main() -> None:
@@ -93,7 +99,7 @@ def measure(size: str, device: torch.device, repeats: int) -> list[dict[str, obj
 
     sides: dict[str, tuple[Callable[[], object], Callable[[], AbstractContextManager[object]]]] = {
         "noise, torch": (lambda: seeded(like, key, 1.0), nullcontext),
-        "noise, cipher": (lambda: private_gradients.gaussian_noise(like, key, 1.0), nullcontext),
+        "noise, cipher": (lambda: gaussian_noise(like, key, 1.0), nullcontext),
     }
     for clients in (1, CLIENTS):
         sides[f"round without privacy, {clients} together"] = lambda c=clients: play(plain, c), nullcontext  # type: ignore[misc]

@@ -29,6 +29,7 @@ LEARNING = (
 )
 ROUNDS = ("tests/core/test_rounds.py", "tests/storage/test_checkpoint.py", "tests/core/test_laws_of_small_parts.py")
 PRIVATE = ("tests/training/test_dp_sgd.py", "tests/training/test_ghost_clipping.py")
+GHOST = ("tests/training/test_ghost_blocks.py", "tests/training/test_ghost_clipping.py")
 DROPOUT = "tests/training/test_training_with_dropout.py"
 GRAPHS = "tests/training/test_cuda_graphs.py"
 AUDIT = ("tests/privacy/test_mechanism.py", "tests/privacy/test_mechanism_replay.py")
@@ -59,7 +60,12 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     ),
     "training/rule_gradients.py": ("tests/training/test_rule_gradients.py",),
     "training/parameter_groups.py": ("tests/training/test_parameter_groups.py",),
-    "training/private_gradients.py": ("tests/training/test_private_gradients.py", *PRIVATE),
+    "training/private_gradients.py": (
+        "tests/training/test_private_gradients.py",
+        "tests/training/test_captured_privacy.py",
+        *PRIVATE,
+        GHOST[0],
+    ),
     **{
         f"secure_aggregation/{file}.py": SECURE
         for file in (
@@ -105,7 +111,9 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "storage/atomic_files.py": ("tests/storage/test_atomic_files.py",),
     "storage/chained_lines.py": ("tests/site/test_site_log.py", "tests/privacy/test_ledger.py"),
     "storage/processes.py": ("tests/storage/test_processes.py",),
-    "training/ghost_clipping.py": PRIVATE,
+    "training/ghost_clipping.py": GHOST,
+    "training/ghost_layers.py": GHOST,
+    "training/step_noise.py": ("tests/training/test_captured_privacy.py",),
     "training/local_training.py": (
         "tests/training/test_local_training.py",
         *LEARNING,

@@ -34,11 +34,6 @@ EQUIVALENT: dict[Spot, str] = {
         "value.data_ptr() % ALIGNMENT -> not value.data_ptr() % ALIGNMENT",
     ): "safetensors aligns by chance; the tests of resumed runs notice it on some machines",
     (
-        "training/private_gradients.py",
-        "one = {name: value[0] if self.axis.many else value for name, value in sums.items()}",
-        "0 -> 1",
-    ): "only its shape is read",
-    (
         "training/batching.py",
         "if len(sources) < len(rows):",
         "len(sources) < len(rows) -> len(sources) <= len(rows)",
@@ -165,12 +160,6 @@ EQUIVALENT: dict[Spot, str] = {
         "whole.untyped_storage().data_ptr() in storages -> whole.untyped_storage().data_ptr() not in storages",
     ): "it copies every tensor, which only takes memory",
     (
-        "training/ghost_clipping.py",
-        "grads = torch.autograd.grad(losses.sum(), [leaves[name] for name in others], retain_graph=True, "
-        "allow_unused=True)",
-        ANY,
-    ): "where a gradient is found an error follows, and where none is found no part of the graph was walked",
-    (
         "core/drift.py",
         "shares = {tag: weight / math.sqrt(length) if length else 0.0 for tag, length in lengths.items()}",
         "0.0 -> 1.0",
@@ -235,16 +224,6 @@ EQUIVALENT: dict[Spot, str] = {
         "super().__init__()",
         "super().__init__() -> None",
     ): "the base class of torch initializes nothing",
-    (
-        "training/ghost_clipping.py",
-        "tokens = inputs.shape[1]",
-        "1 -> 2",
-    ): "both formulas give the same norms; which one is used only saves time",
-    (
-        "training/ghost_clipping.py",
-        "if 2 * tokens**2 < inputs.shape[2] * grad.shape[2]:",
-        ANY,
-    ): "both formulas give the same norms; which one is used only saves time",
     (
         "core/batch_schedule.py",
         "share = min(1.0, training.batch_size / count)",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from partita import Key, Run, SimulationEngine, Training, data, methods, models, rounds
 from partita.core.model import Model
@@ -10,7 +13,24 @@ from partita.core.optim import Optimizer
 from partita.core.tensors import Tensors
 from partita.data import Federation
 from partita.testing.conformance import states_of
-from partita.training.cuda_graphs import GraphCache
+from partita.training.cuda_graphs import GraphCache, Replay
+
+
+class ReplayingRecorder:
+    """Does no work while recording: each replay runs the work again into the same tensors."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def __call__(self, work: Callable[[], Tensor]) -> Replay:
+        self.recorded += 1
+        result = torch.empty(0)
+
+        def replay() -> None:
+            found = work()
+            result.resize_(found.shape).copy_(found)
+
+        return replay, result
 
 
 def small_vit_run(

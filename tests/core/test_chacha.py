@@ -114,18 +114,21 @@ def test_bernoulli_is_true_strictly_below_the_probability() -> None:
 
 
 def test_kernel_receives_word_indices_and_key_words() -> None:
-    """A fake kernel on the CPU looks the words up in the library's stream."""
+    """A fake kernel on the CPU looks the words up in the library's stream. Equal lengths share a launch."""
     streams = {key: torch.from_numpy(np.frombuffer(chacha._cipher_stream(key, 5), np.int64).copy()) for key in KEYS}
+    launches = []
 
     def kernel(index: torch.Tensor, *words: torch.Tensor) -> torch.Tensor:
         assert len(words) == 4
-        assert all(word.dtype == torch.int64 and word.ndim == 0 for word in words)
-        return streams[torch.stack(words).numpy().tobytes()][index]
+        assert all(word.dtype == torch.int64 and word.shape == (len(words[0]), 1) for word in words)
+        launches.append(len(words[0]))
+        return torch.stack([streams[key.numpy().tobytes()][index] for key in torch.cat(words, 1)])
 
-    blocks = [2, 0, 5]
-    found = chacha._kernel_stream(kernel, KEYS, blocks, torch.device("cpu"))
-    for key, count, words in zip(KEYS, blocks, found, strict=True):
+    blocks, keys = [2, 0, 5, 2], [*KEYS[:3], KEYS[1]]
+    found = chacha._kernel_stream(kernel, keys, blocks, torch.device("cpu"))
+    for key, count, words in zip(keys, blocks, found, strict=True):
         assert words.numpy().tobytes() == chacha._cipher_stream(key, count)
+    assert launches == [2, 1, 1]
 
 
 def test_normal_draws_use_the_requested_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,37 @@ def test_a_function_sees_the_transform_that_it_runs_under() -> None:
     assert seen == [(False, False), (True, False), (False, True)]
 
 
+def test_a_change_in_place_raises_the_version() -> None:
+    value = torch.zeros(2)
+    before = torch_private.version(value)
+    assert torch_private.version(value) == before
+    value.add_(1)
+    assert torch_private.version(value) > before
+
+
+def test_the_tensor_of_all_clients_is_found_under_vmap() -> None:
+    """Its gradient is found outside, as if there were no vmap."""
+    seen: list[tuple[Tensor, int | None]] = []
+
+    def look(value: Tensor, shared: Tensor) -> Tensor:
+        for each in (value, shared, 2 * value):
+            seen.append((torch_private.without_vmap(each), torch_private.client_dimension(each)))
+        return (2 * value).sum() + seen[-1][0].new_zeros(())
+
+    stacked, shared = torch.arange(6.0).view(3, 2).requires_grad_(), torch.zeros(4)
+    torch.vmap(look, in_dims=(1, None))(stacked, shared)
+    assert seen[0][0] is stacked
+    assert seen[1][0] is shared
+    assert [dimension for _, dimension in seen[:2]] == [1, None]
+    whole, dimension = seen[2]
+    assert dimension is not None
+    assert torch.equal(whole.movedim(dimension, 1), 2 * stacked)
+    [grad] = torch.autograd.grad(whole.sum(), stacked)
+    assert torch.equal(grad, torch.full((3, 2), 2.0))
+    assert torch_private.without_vmap(shared) is shared
+    assert torch_private.client_dimension(shared) is None
+
+
 def test_a_module_computes_with_what_its_parameters_are_replaced_by() -> None:
     layer = nn.Linear(2, 1, bias=False)
     own: dict[str, Any] = own_parameters(layer)
@@ -136,6 +167,7 @@ def test_more_programs_than_the_limit_are_an_error() -> None:
 def test_every_name_has_a_test() -> None:
     others = {"fused_adamw_", "is_view", "is_batchedtensor", "is_gradtrackingtensor", "own_parameters"}
     others |= {"create_jit_fn", "limit_recompiles", "RecompileLimitError", "vmap_fallback_warnings"}
+    others |= {"version", "without_vmap", "client_dimension"}
     public = {name for name in vars(torch_private) if not name.startswith("_")} - IMPORTED
     assert public == {*OUT_OF_PLACE, *IN_PLACE, *others}
 

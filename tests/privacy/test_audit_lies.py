@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,11 @@ from partita.privacy.mechanism import check_examples
 from partita.privacy.mechanism_choice import check_choice
 from partita.privacy.mechanism_clients import check_clients
 from partita.testing.toy import ToyTransformer
-from partita.training import local_training, private_gradients
+from partita.training import local_training, private_gradients, step_noise
 from partita.training.dp_sgd import NoiseSource
 
 Patch = pytest.MonkeyPatch
-Noise = Callable[[Tensors, Key, float], Tensors]
-gaussian: Noise = private_gradients.gaussian_noise
+gaussian, of_block = of_clients.gaussian_noise, step_noise.block_noise
 clipped_sum, ghost_sum, clip_update = (
     private_gradients.clipped_sum,
     private_gradients.ghost_sum,
@@ -84,29 +83,29 @@ def test_audit_passes_shuffled_batches_charged_as_shuffled() -> None:
 
 
 def test_audit_detects_half_the_noise(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(private_gradients, "gaussian_noise", lambda like, key, std: gaussian(like, key, std / 2))
+    monkeypatch.setattr(step_noise, "block_noise", lambda like, keys, std: of_block(like, keys, std / 2))
     assert "noise multiplier" in failed_example_checks()
 
 
 def test_audit_detects_a_tensor_without_noise(monkeypatch: Patch) -> None:
     """One small tensor of 13: the standard deviation over all tensors hardly changes."""
 
-    def lie(like: Tensors, key: Key, std: float) -> Tensors:
-        drawn = gaussian(like, key, std)
+    def lie(like: Tensors, keys: Sequence[Key], std: float) -> Tensors:
+        drawn = of_block(like, keys, std)
         return {**drawn, "layers.0.norm.weight": torch.zeros_like(drawn["layers.0.norm.weight"])}
 
-    monkeypatch.setattr(private_gradients, "gaussian_noise", lie)
+    monkeypatch.setattr(step_noise, "block_noise", lie)
     assert "noise multiplier" in failed_example_checks()
 
 
 def test_audit_detects_uniform_noise(monkeypatch: Patch) -> None:
     """Uniform noise of the same standard deviation has no tails, so it gives no guarantee."""
 
-    def lie(like: Tensors, key: Key, std: float) -> Tensors:
-        drawn = gaussian(like, key, 1.0)
+    def lie(like: Tensors, keys: Sequence[Key], std: float) -> Tensors:
+        drawn = of_block(like, keys, 1.0)
         return {name: (torch.special.ndtr(value) - 0.5) * 12**0.5 * std for name, value in drawn.items()}
 
-    monkeypatch.setattr(private_gradients, "gaussian_noise", lie)
+    monkeypatch.setattr(step_noise, "block_noise", lie)
     assert failed_example_checks() == {"noise: distance from a normal distribution"}
 
 
@@ -148,9 +147,9 @@ def test_audit_detects_repeated_noise(
 
 def test_audit_detects_equal_noise_in_all_tensors(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
-        private_gradients,
-        "gaussian_noise",
-        lambda like, key, std: {n: gaussian({"": v}, key, std)[""] for n, v in like.items()},
+        step_noise,
+        "block_noise",
+        lambda like, keys, std: {n: of_block({"": v}, keys, std)[""] for n, v in like.items()},
     )
     assert "noise: largest correlation between tensors" in failed_example_checks()
 
@@ -322,8 +321,8 @@ def test_audit_command_fails_when_the_claim_does_not_hold(tmp_path: Path, monkey
     assert honest.exit_code == 0, honest.output
     assert "yes  noise multiplier" in honest.output
     assert all(check["passed"] for check in json.loads((folder / "audit.json").read_text())["mechanism"])
-    for module in (private_gradients, of_clients):
-        monkeypatch.setattr(module, "gaussian_noise", lambda like, key, std: gaussian(like, key, std / 2))
+    monkeypatch.setattr(step_noise, "block_noise", lambda like, keys, std: of_block(like, keys, std / 2))
+    monkeypatch.setattr(of_clients, "gaussian_noise", lambda like, key, std: gaussian(like, key, std / 2))
     lying = CliRunner().invoke(app, ["audit", str(folder)])
     assert lying.exit_code == 1
     assert re.search(r"the privacy claim does not hold: noise multiplier is (0\.9\d*|1(\.\d+)?),", lying.output)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from graph_fixtures import max_relative_difference, small_vit_run, train_with_graphs
+from graph_fixtures import ReplayingRecorder, max_relative_difference, small_vit_run, train_with_graphs
 from torch import Tensor
 
 from partita import SGD, AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds
 from partita.core import tensors
 from partita.core.client import ClientState, begin_round
-from partita.core.dp_settings import DPSGDSettings
 from partita.core.optim import Optimizer, Schedule
 from partita.core.rounds import initial_server, make_job
 from partita.core.settings import RunError
@@ -28,24 +26,6 @@ from partita.training.client_axis import VmapError
 from partita.training.compilation import CompileError
 from partita.training.cuda_graphs import GraphCache, GraphError, Recorder, Replay
 from partita.training.local_training import train_clients
-
-
-class ReplayingRecorder:
-    """Does no work while recording: each replay runs the work again into the same tensors."""
-
-    def __init__(self) -> None:
-        self.recorded = 0
-
-    def __call__(self, work: Callable[[], Tensor]) -> Replay:
-        self.recorded += 1
-        result = torch.empty(0)
-
-        def replay() -> None:
-            found = work()
-            result.resize_(found.shape).copy_(found)
-
-        return replay, result
-
 
 CASES = {
     "fedavg": ("fedavg", AdamW(), 4),
@@ -198,18 +178,6 @@ def test_compile_failure_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "compile", refused)
     with pytest.raises(CompileError, match=r"cannot be compiled: no compiler here; set engine\.compile = false"):
         train_with_graphs("fedavg", AdamW(), GraphCache(None, compile=True), 4)
-
-
-def test_private_steps_are_not_recorded() -> None:
-    again = ReplayingRecorder()
-    key = Key(3)
-    task = data.load("synthetic", key, examples=60, size=8, channels=1)
-    federation = data.split(task, "iid", clients=3, key=key)
-    model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
-    method = replace(methods.build("fedavg"), privacy=DPSGDSettings(1.0, 1.0))
-    run = Run(method, Training(1e-2, SGD(), batch_size=4), rounds=2, key=key)
-    list(rounds(run, model, SimulationEngine(run, model, federation, block=3, graphs=GraphCache(again))))
-    assert not again.recorded
 
 
 def test_bf16_slowdown_is_the_ratio_of_best_times(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ghost_fixtures import TextClients, tiny_model
 from graph_fixtures import max_relative_difference
 from graph_fixtures import train_with_graphs as play_graphs
 from helpers import Clients, max_difference, small_config, toy_model, toy_run
@@ -24,6 +25,7 @@ from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder
 from partita.experiment.runner import resume, start
 from partita.methods.fedavg import fedavg
+from partita.training.ghost_layers import product, sum_of_products
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -104,3 +106,34 @@ def test_private_round_on_a_gpu_matches_a_cpu_up_to_rounding() -> None:
         ends.append({name: value.cpu() for name, value in first.server.params.items()})
     assert max_difference(*ends) < 1e-3  # one grid point at most: sums of gradients differ by rounding
     assert max_difference(ends[0], {name: value.cpu() for name, value in model.initial.items()}) > 0.1
+
+
+@on_a_gpu
+def test_half_precision_products_on_a_gpu_are_as_exact_as_in_float32() -> None:
+    draw = torch.Generator().manual_seed(0)
+    given = torch.randn(2, 300, 40, generator=draw).bfloat16()
+    weights = 1e3 * torch.randn(2, 300, 30, generator=draw)
+    exact = weights.double().mT @ given.double()
+    found = sum_of_products(weights.cuda(), given.cuda()).cpu().double()
+    scale = weights.double().abs().mT @ given.double().abs()  # what it would be if nothing canceled
+    assert float(((found - exact).abs() / scale).max()) < 1e-6
+    assert product(given.cuda(), given.cuda().mT).dtype == torch.float32
+
+
+@on_a_gpu
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("clipping", ["ghost", "direct"])
+@pytest.mark.parametrize("block", [1, 2])
+def test_captured_private_steps_match_eager_ones_on_a_gpu(block: int, clipping: Any, precision: Any) -> None:
+    """The released sums are rounded to a grid, so most of them are equal."""
+    settings = DPSGDSettings(0.3, 0.5, clipping=clipping)
+    run = toy_run(replace(fedavg(), privacy=settings), count=2, steps=8, precision=precision)
+    ends = []
+    for graphs in (choose_graphs(True, False, torch.device("cuda")), None):
+        model = tiny_model("Bert", ())
+        model.to(torch.device("cuda"))
+        engine = SimulationEngine(run, model, TextClients(), block, torch.device("cuda"), graphs=graphs)
+        *_, last = rounds(run, model, engine)
+        ends.append({name: value.cpu() for name, value in last.server.params.items()})
+    assert max_difference(*ends) < (1e-3 if precision == "float32" else 1e-2)
+    assert max_difference(ends[0], {name: value.cpu() for name, value in model.initial.items()}) > 0.05

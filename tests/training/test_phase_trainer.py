@@ -136,7 +136,8 @@ def test_corrected_step_reads_each_clients_own_context(count: int) -> None:
 def test_step_runs_in_the_given_runner() -> None:
     seen: list[Batch] = []
 
-    def runner(step: Any, batch: Batch) -> Tensor:
+    def runner(step: Any, batch: Batch, variant: object) -> Tensor:
+        assert variant is None, "a step without privacy computes in one way"
         seen.append(batch)
         return step(batch) + 1
 

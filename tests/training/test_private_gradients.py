@@ -27,7 +27,8 @@ from partita.tasks import KINDS
 from partita.training import private_gradients
 from partita.training.client_axis import ClientAxis, VmapError
 from partita.training.dp_sgd import NoiseSource
-from partita.training.ghost_clipping import CHECKED_EXAMPLES, GhostError
+from partita.training.ghost_clipping import CHECKED_EXAMPLES
+from partita.training.ghost_layers import GhostError
 from partita.training.objective import Objective
 from partita.training.private_gradients import PrivateGradients
 
@@ -77,7 +78,14 @@ def make_estimator(
 
 def estimate(estimator: PrivateGradients, batch: Batch, params: Tensors | None = None) -> tuple[Tensors, Tensor]:
     values = [{}, {}, {}, {}, batch.inputs, batch.targets, batch.mask]
-    return estimator(params or estimator.objective.model.initial, values, [None] * 8, 1)
+    return take_step(estimator, params or estimator.objective.model.initial, values, [None] * 8, 1)
+
+
+def take_step(
+    estimator: PrivateGradients, params: Tensors, values: list[Any], dims: list[Any], count: int
+) -> tuple[Tensors, Tensor]:
+    estimator.prepare(params, values, dims, count)
+    return estimator(params, values, dims, count)
 
 
 def clipped(batch: Batch, clip: float, shift: float = 0.0) -> Tensors:
@@ -127,7 +135,7 @@ def test_private_gradients_of_a_block_are_those_of_each_client() -> None:
         for parts in ([b.inputs["x"] for b in batches], [b.targets for b in batches], [b.mask for b in batches])
     )
     values = [{}, {}, {}, {}, {"x": x}, targets, mask]
-    grads, task = estimator(params, values, [0, None, None, None, None, 0, 0, 0], 2)
+    grads, task = take_step(estimator, params, values, [0, None, None, None, None, 0, 0, 0], 2)
     assert task.shape == (2,)
     for rank, batch in enumerate(batches):
         own = {name: value[rank] for name, value in grads.items()}
@@ -159,13 +167,39 @@ def test_noise_is_drawn_for_each_step_and_client_at_noise_times_clip(clients: in
         dims = [0, None, None, None, None, 0, 0, None]
     values = [{}, {}, {}, {}, batch.inputs, batch.targets, None]
     for step in range(2):
-        found, plain = (each(params, values, dims, clients)[0] for each in (loud, quiet))
+        found, plain = (take_step(each, params, values, dims, clients)[0] for each in (loud, quiet))
         for rank in range(clients):
             own = {name: value[rank] if clients > 1 else value for name, value in found.items()}
             total = {name: 4 * (value[rank] if clients > 1 else value) for name, value in plain.items()}
             noise = gaussian_noise(total, Key(rank) / step, 2.0 * CLIP)
             expected = {name: add_noise(value, noise[name], 2.0 * CLIP) / 4 for name, value in total.items()}
             torch.testing.assert_close(own, {name: expected[name] for name in own}, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_a_new_phase_has_its_own_noise_and_batch_sizes_in_the_same_tensors(clients: int) -> None:
+    """A captured step reads these tensors by address."""
+    loud = make_estimator(DPSGDSettings(CLIP, 2.0, clipping="direct"), clients)
+    params, batch, dims = MODEL.initial, line_batch(4), [0, None, None, None, None, 0, 0, None]
+    if clients > 1:
+        params = {name: torch.stack([value] * clients) for name, value in params.items()}
+        batch = Batch({"x": torch.stack([batch.inputs["x"]] * clients)}, torch.stack([batch.targets] * clients))
+    values = [{}, {}, {}, {}, batch.inputs, batch.targets, None]
+
+    def addresses() -> list[int]:
+        assert loud.shares is not None
+        assert loud.noise is not None
+        return [value.data_ptr() for value in (loud.shares, *loud.noise.held.values())]
+
+    first, _ = take_step(loud, params, values, dims, clients)
+    before = addresses()
+    sources = [NoiseSource(Key(rank) / "later", 2 + rank) for rank in range(clients)]
+    loud.begin(sources)
+    again, _ = take_step(loud, params, values, dims, clients)
+    assert addresses() == before
+    fresh = make_estimator(DPSGDSettings(CLIP, 2.0, clipping="direct"), clients, sources=sources)
+    torch.testing.assert_close(again, take_step(fresh, params, values, dims, clients)[0], rtol=0, atol=0)
+    assert all(not torch.equal(first[name], again[name]) for name in first)
 
 
 # ---- ghost clipping
@@ -186,32 +220,24 @@ def test_ghost_clipping_gives_the_same_gradient_as_direct_clipping(mask: Tensor 
         ("direct", 1, (), False),
         ("auto", 1, (), True),
         ("ghost", 1, (), True),
-        ("auto", 2, (), False),
+        ("auto", 2, (), True),
+        ("ghost", 2, (), True),
         ("auto", 1, (Slope(1.0), Slope(1.0, per_example=True)), False),
         ("auto", 1, (Slope(1.0),), True),
         ("ghost", 1, (Slope(1.0),), True),
         ("direct", 2, (), False),
     ],
 )
-def test_ghost_clipping_needs_one_client_and_no_per_example_penalty(
+def test_ghost_clipping_needs_a_loss_without_per_example_penalty(
     clipping: Any, clients: int, rules: tuple[ClientRule, ...], ghost: bool
 ) -> None:
     assert make_estimator(DPSGDSettings(CLIP, 0.0, clipping=clipping), clients, rules).ghost == ghost
 
 
-@pytest.mark.parametrize(
-    ("clients", "rules", "remedy"),
-    [
-        (2, (), r"set engine\.clients_per_block = 1"),
-        (1, (Slope(1.0, per_example=True),), r"set privacy\.clipping = 'direct'"),
-        (2, (Slope(1.0, per_example=True),), r"set engine\.clients_per_block = 1"),
-    ],
-)
-def test_required_ghost_clipping_is_refused_where_it_is_not_possible(
-    clients: int, rules: tuple[ClientRule, ...], remedy: str
-) -> None:
-    with pytest.raises(VmapError, match=f"the task's loss only; {remedy}$"):
-        make_estimator(DPSGDSettings(CLIP, 0.0, clipping="ghost"), clients, rules)
+@pytest.mark.parametrize("clients", [1, 2])
+def test_required_ghost_clipping_is_refused_where_it_is_not_possible(clients: int) -> None:
+    with pytest.raises(VmapError, match=r"the task's loss only.*; set privacy\.clipping = 'direct'$"):
+        make_estimator(DPSGDSettings(CLIP, 0.0, clipping="ghost"), clients, (Slope(1.0, per_example=True),))
 
 
 class GhostCalls:
@@ -239,10 +265,10 @@ def test_ghost_norms_are_checked_on_few_examples_in_the_first_step_only(monkeypa
     for _ in range(3):
         estimate(estimator, line_batch(4))
     assert calls.checked == [(CHECKED_EXAMPLES, CHECKED_EXAMPLES)]
-    assert calls.sums == 3
+    assert calls.sums == 1 + 3, "one of the examples that are checked, and one per step"
 
 
-@pytest.mark.parametrize(("threshold", "sums"), [(12, 0), (11, 1)])
+@pytest.mark.parametrize(("threshold", "sums"), [(12, 0), (11, 1 + 1)])
 def test_auto_clipping_uses_ghost_norms_above_the_threshold(
     threshold: int, sums: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,10 +356,11 @@ def test_vmap_error_names_what_to_change(clients: int, precision: str, remedy: s
     dims: list[Any] = [None] * 8
     if clients > 1:
         params = {name: torch.stack([value] * clients) for name, value in params.items()}
-        dims[0] = 0
+        batch = Batch({"x": torch.stack([batch.inputs["x"]] * clients)}, torch.stack([batch.targets] * clients))
+        dims[0] = dims[5] = dims[6] = 0
     values = [{}, {}, {}, {}, batch.inputs, batch.targets, None]
     with pytest.raises(VmapError) as caught:
-        estimator(params, values, dims, clients)
+        take_step(estimator, params, values, dims, clients)
     text = str(caught.value)
     assert text.startswith("vmap does not support line with m over clients and, for privacy, over examples: ")
     assert text.endswith(f"; {remedy}")
@@ -400,7 +427,7 @@ def test_a_block_does_not_ask_the_model() -> None:
     stacked = {name: torch.stack([value] * 2) for name, value in model.initial.items()}
     inputs = {name: torch.stack([value] * 2) for name, value in batch.inputs.items()}
     values = [{}, {}, {}, {}, inputs, torch.stack([batch.targets] * 2), None]
-    make_estimator(QUIET, 2, model=model)(stacked, values, [0] * 7 + [None], 2)
+    take_step(make_estimator(QUIET, 2, model=model), stacked, values, [0] * 7 + [None], 2)
     assert model.asked == 0
 
 

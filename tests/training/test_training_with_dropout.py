@@ -117,9 +117,9 @@ def test_no_seeds_are_made_without_dropout(monkeypatch: pytest.MonkeyPatch) -> N
     keys: list[Any] = []
     whole = local_training.iterate_batches
 
-    def watched(examples: Any, schedules: Any, device: Any, seed_keys: Any = None) -> Any:
+    def watched(examples: Any, schedules: Any, device: Any, seed_keys: Any, *more: Any) -> Any:
         keys.append(seed_keys)
-        return whole(examples, schedules, device, seed_keys)
+        return whole(examples, schedules, device, seed_keys, *more)
 
     monkeypatch.setattr(local_training, "iterate_batches", watched)
     ends(fedavg(), dropout=False)

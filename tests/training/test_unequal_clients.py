@@ -241,6 +241,31 @@ def test_step_without_examples_is_masked_out() -> None:
     assert torch.equal(something.targets, parts[0].take(torch.arange(2)).targets)
 
 
+@pytest.mark.parametrize("multiple", [2, 4])
+def test_batches_are_padded_to_a_multiple_with_a_mask(multiple: int) -> None:
+    """From one shared table, from separate tables, and for a single client; also a full batch and an empty one."""
+    parts = [FEDERATION[client].train for client in ("c0", "c3")]
+    apart = [replace(part, table=replace(part.table)) for part in parts]  # type: ignore[type-var, attr-defined]
+    sizes = (4, 1, 0), (3, 2)
+    schedules = [BatchSchedule(torch.arange(sum(own)) % 3, own) for own in sizes]
+    for examples in (parts, apart, parts[:1]):
+        padded = list(iterate_batches(examples, schedules[: len(examples)], torch.device("cpu"), None, multiple))
+        plain = list(iterate_batches(examples, schedules[: len(examples)], torch.device("cpu")))
+        for step, (wide, narrow) in enumerate(zip(padded, plain, strict=True)):
+            own = [size[step] for size in sizes[: len(examples)] if step < len(size)]
+            longest = -(-max(*own, 1) // multiple) * multiple
+            assert wide.mask is not None
+            rows = wide.mask.view(-1, longest)
+            assert rows.tolist() == [[1.0] * size + [0.0] * (longest - size) for size in own]
+            dim = int(len(examples) > 1)
+            for name, value in [*wide.inputs.items(), ("", wide.targets)]:
+                before = narrow.inputs[name] if name else narrow.targets
+                assert value.shape[dim] == longest
+                for rank, size in enumerate(own):
+                    found, wanted = (each[rank] if dim else each for each in (value, before))
+                    assert torch.equal(found[:size], wanted[:size])
+
+
 def batches_of(*clients: Subset) -> list[Batch]:
     schedules = [BatchSchedule(torch.arange(len(each)), (2,)) for each in clients]
     return list(iterate_batches(clients, schedules, torch.device("cpu")))

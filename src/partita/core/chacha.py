@@ -174,7 +174,15 @@ def _kernel_stream(
 ) -> list[Tensor]:
     index = torch.arange(NORMALS * max(blocks), device=device)
     words = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int64).view(-1, 4).to(device)
-    return [kernel(index[: NORMALS * count], *key.unbind()) for key, count in zip(words, blocks, strict=True)]
+    # One launch for all streams of the same length: the clients of a block, and layers that are alike.
+    places: dict[int, list[int]] = {}
+    for place, count in enumerate(blocks):
+        places.setdefault(count, []).append(place)
+    streams: dict[int, Tensor] = {}
+    for count, own in places.items():
+        rows = kernel(index[: NORMALS * count], *words[own].unsqueeze(2).unbind(1))  # (stream, word)
+        streams.update(zip(own, rows.unbind(), strict=True))
+    return [streams[place] for place in range(len(blocks))]
 
 
 @cache

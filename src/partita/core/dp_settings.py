@@ -20,8 +20,8 @@ class DPSGDSettings:
         noise: The standard deviation of the Gaussian noise, as a multiple of `clip`.
         sampling: "poisson" includes each unit independently, which accountants reward; "shuffle" uses shuffled
             batches, for comparisons.
-        clipping: "direct" computes each example's gradient; "ghost" computes only their norms, from the inputs and
-            output gradients of layers; "auto" uses ghost clipping for large batches where it works.
+        clipping: "direct" computes each example's gradient; "ghost" computes only their norms and their clipped sum,
+            from the inputs and output gradients of layers; "auto" uses ghost clipping for large batches where it works.
         microbatch: Units whose gradients are in memory at once; None for a whole batch.
         groups: Whether units are groups. A group is drawn whole, and its contribution is the clipped gradient of the
             mean loss of its examples.

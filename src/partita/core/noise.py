@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from partita.core import chacha
@@ -16,17 +18,32 @@ GRID_BITS = 10  # bits of a noisy sum that are kept below the standard deviation
 def gaussian_noise(like: Tensors, key: Key, std: float) -> Tensors:
     """Return float64 noise with the names, shapes and device of `like`.
 
-    Each name has its own key, so a block of clients draws the same noise as single clients.
-
     Args:
         like: Tensors whose names, shapes and device the noise takes.
         key: The random key. Use it for one draw only.
         std: The standard deviation.
     """
-    keys = [(key / name).digest(chacha.KEY_BYTES) for name in like]
+    return {name: value[0] for name, value in block_noise(like, [key], std).items()}
+
+
+def block_noise(like: Tensors, keys: Sequence[Key], std: float) -> Tensors:
+    """Return float64 noise for several clients, (client, ...).
+
+    Each client and name has its own key, so a block of clients draws the same noise as single clients.
+
+    Args:
+        like: Tensors of one client, whose names, shapes and device the noise takes.
+        keys: The random key of each client. Use it for one draw only.
+        std: The standard deviation.
+    """
+    digests = [(key / name).digest(chacha.KEY_BYTES) for name in like for key in keys]
+    counts = [value.numel() for value in like.values() for _ in keys]
     device = next((value.device for value in like.values()), None)
-    drawn = chacha.normal(keys, [value.numel() for value in like.values()], device)
-    return {name: (std * part).view(like[name].shape) for name, part in zip(like, drawn, strict=True)}
+    drawn = iter(chacha.normal(digests, counts, device))
+    return {
+        name: torch.stack([next(drawn) for _ in keys]).mul_(std).view(len(keys), *value.shape)
+        for name, value in like.items()
+    }
 
 
 def add_noise(value: Tensor, noise: Tensor, std: float) -> Tensor:

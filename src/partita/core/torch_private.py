@@ -8,6 +8,9 @@ public replacement, where there is one.
     fused_adamw_           AdamW with the step count and learning rate on the device,   torch.optim.AdamW(fused=True)
                            as a CUDA graph requires
     is_view                whether a tensor shares the memory of another
+    version                how often a tensor was changed in place
+    without_vmap           the tensor of all clients, from that of one under torch.vmap
+    client_dimension       its dimension of clients
     is_batchedtensor       whether a function runs under torch.vmap
     is_gradtrackingtensor  whether a function runs under torch.func.grad
     own_parameters         the dict that a module reads its parameters from             torch.func.functional_call
@@ -23,8 +26,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped as _get_unwrapped
 from torch._C._functorch import is_batchedtensor as is_batchedtensor
 from torch._C._functorch import is_gradtrackingtensor as is_gradtrackingtensor
+from torch._C._functorch import maybe_get_bdim as _maybe_get_bdim
 
 foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
@@ -51,6 +56,21 @@ class RecompileLimitError(RuntimeError):
 def is_view(tensor: Tensor) -> bool:
     """Whether a tensor shares the memory of another."""
     return tensor._is_view()
+
+
+def version(tensor: Tensor) -> int:
+    """Return a number that grows with each change in place."""
+    return tensor._version
+
+
+def without_vmap(value: Tensor) -> Tensor:
+    """Return the tensor of all clients under `torch.vmap`; outside it, the tensor itself."""
+    return _get_unwrapped(value) if is_batchedtensor(value) else value
+
+
+def client_dimension(value: Tensor) -> int | None:
+    """Return the dimension of the clients in `without_vmap(value)`; None if there is none."""
+    return _maybe_get_bdim(value) if is_batchedtensor(value) else None
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class GradientRecorder:
         self.blocks[-1][1].append({name: value.detach().cpu() for name, value in grads.items()})
 
     def capturable_step(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, step_counts: Tensors) -> None:
-        raise NotImplementedError("private steps are not captured as CUDA graphs")
+        raise NotImplementedError("an audit replays steps without CUDA graphs")
 
     def block(self, work: PhaseWork) -> PhaseTrainer:
         """Start a block of clients and return its trainer."""

@@ -22,6 +22,7 @@ def iterate_batches(
     schedules: Sequence[BatchSchedule],
     device: torch.device,
     seed_keys: Sequence[Key] | None = None,
+    multiple: int = 1,
 ) -> Iterator[Batch]:
     """Yield one batch per step, of shape (client, example, ...), or (example, ...) for a single client.
 
@@ -34,6 +35,8 @@ def iterate_batches(
         schedules: The batches of each client.
         device: The device for the batches.
         seed_keys: The key of each client from which the seeds of its examples are drawn; None for no seeds.
+        multiple: Batches are padded to a multiple of this size, so that they have few shapes. Above 1, all batches have
+            a mask, which excludes the padding.
     """
     own_schedules = schedules  # with indices of each client's own examples, which seeds depend on
     table = _shared_table(examples) if len(examples) > 1 else None
@@ -46,11 +49,11 @@ def iterate_batches(
     for number, (step, following) in enumerate(pairwise(chain(zip_longest(*schedules), [()]))):
         current = [indices for indices in step if indices is not None]
         if table is not None:
-            batch = _take_together(table, current)
+            batch = _take_together(table, current, multiple)
         elif len(examples) == 1:
-            batch = _take(examples[0], current[0])
+            batch = _take(examples[0], current[0], multiple)
         else:
-            batch = collate([_take(part, indices) for part, indices in zip(examples, current, strict=False)])
+            batch = collate([_take(part, indices, multiple) for part, indices in zip(examples, current, strict=False)])
         if seed_keys is not None:
             drawn = [indices for indices in next(own_steps) if indices is not None]
             shape = batch.targets.shape[int(len(examples) > 1) :]
@@ -130,12 +133,12 @@ def _shared_table(examples: Sequence[Examples]) -> Examples | None:
     return first.table if all(getattr(part, "table", None) is first.table for part in examples) else None
 
 
-def _take_together(table: Examples, rows: Sequence[Tensor]) -> Batch:
+def _take_together(table: Examples, rows: Sequence[Tensor], multiple: int) -> Batch:
     """The same batch as from `collate`, with one lookup in the table."""
     sizes = [len(indices) for indices in rows]
-    longest = max(*sizes, 1)
+    longest = _round_up(max(sizes), multiple)
     mask = None
-    if min(sizes) < longest:
+    if min(sizes) < longest or multiple > 1:
         mask = (torch.arange(longest) < torch.tensor(sizes).unsqueeze(1)).float()  # (client, example)
         rows = [_padded(indices, longest) for indices in rows]
     batch = table.take(torch.cat(list(rows)))
@@ -171,12 +174,27 @@ def _prefetch(sources: Sequence[Examples], step: Sequence[Tensor | None]) -> Non
             source.prefetch(indices)
 
 
-def _take(examples: Examples, indices: Tensor) -> Batch:
-    """Take a batch. An empty one becomes one masked unit, because not all data supports an empty lookup."""
-    if len(indices):
+def _take(examples: Examples, indices: Tensor, multiple: int) -> Batch:
+    """Take a batch and pad it. An empty one becomes one masked unit: not all data supports an empty lookup."""
+    size = _round_up(len(indices), multiple)
+    if len(indices) == size and multiple == 1:
         return examples.take(indices)
-    batch = examples.take(torch.zeros(1, dtype=torch.long))
-    return Batch(batch.inputs, batch.targets, torch.zeros(1) if batch.mask is None else torch.zeros_like(batch.mask))
+    batch = examples.take(indices if len(indices) else torch.zeros(1, dtype=torch.long))
+    counts = torch.arange(size) < len(indices)
+    missing = size - len(batch.targets)
+
+    def pad(value: Tensor) -> Tensor:
+        return torch.cat([value, value[:1].expand(missing, *value.shape[1:])]) if missing else value
+
+    mask = counts.float()
+    if batch.mask is not None:  # of groups, (group, member)
+        mask = pad(batch.mask) * counts.view(-1, *[1] * (batch.mask.ndim - 1))
+    return Batch({name: pad(value) for name, value in batch.inputs.items()}, pad(batch.targets), mask)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    """Return the next multiple, at least one."""
+    return max(1, -(-size // multiple)) * multiple
 
 
 def _place(batch: Batch, device: torch.device) -> Batch:

@@ -190,3 +190,19 @@ def leading_clients(part: tuple[Any, Any], count: int) -> tuple[Any, Any]:
     if isinstance(value, Mapping):
         return {name: leading_clients((value[name], dims[name]), count)[0] for name in value}, dims
     return value[:count], dims
+
+
+def first_client(value: Any, dims: Any) -> Any:
+    """Return the first client's part of nested dicts of tensors.
+
+    Args:
+        value: The tensors.
+        dims: Their client dimension as `in_dims` of `torch.vmap`: 0, or None for tensors that all clients share.
+    """
+    if dims is None:
+        return value
+    if isinstance(value, Mapping):
+        return {
+            name: first_client(part, dims[name] if isinstance(dims, Mapping) else dims) for name, part in value.items()
+        }
+    return value[0]

@@ -24,12 +24,12 @@ from partita.training.client_axis import VmapError
 from partita.training.compilation import SMALL_MODEL, CompiledLayers, CompiledVmap
 from partita.training.gradients import Lift
 from partita.training.parameter_groups import ParameterGroup, parameter_groups, split_by_group
-from partita.training.phase_trainer import PhaseTrainer, Step
+from partita.training.phase_trainer import PhaseTrainer, Step, step_estimator
 from partita.training.phase_work import PhaseWork
-from partita.training.rule_gradients import step_gradients
 
 WARMUP_STEPS = 2  # eager steps of one shape before a capture: torch selects kernels in the first steps
 MAX_CACHED = 16  # cached blocks with their graphs, each with a copy of the shared tensors; least recently used go first
+POISSON_SIZES = 8  # sizes of padded Poisson batches up to the expected size
 
 Replay = tuple[Callable[[], None], Tensor]  # a function that replays the captured work, and the tensor of its result
 Recorder = Callable[[Callable[[], Tensor]], Replay]
@@ -42,7 +42,7 @@ class GraphError(ValueError):
 class GraphCache:
     """Creates trainers with CUDA graphs and reuses them; pass it to `train_clients` in place of `PhaseTrainer`.
 
-    Training with DP-SGD draws new random numbers in each step, so it is neither captured nor compiled.
+    Steps of DP-SGD are captured too, without the draw of their noise (`StepNoise`). They are not compiled.
 
     Args:
         recorder: Captures work, usually a `CudaRecorder`; None for compilation only.
@@ -58,8 +58,6 @@ class GraphCache:
 
     def __call__(self, work: PhaseWork) -> PhaseTrainer:
         """Return a trainer for the work: a new one, or a cached one with the work's data."""
-        if work.dp_settings is not None:
-            return PhaseTrainer(work)
         shape = _shape(work)
         if shape in self.known:
             self.known.move_to_end(shape)
@@ -74,14 +72,14 @@ class GraphCache:
         objective = work.objective
         what = str(objective)
         lift: Lift | None = None
-        if self.compile:
+        if self.compile and work.dp_settings is None:
             size = work.axis.count * sum(work.start_params[0][name].numel() for name in work.names)
             combine = size < SMALL_MODEL and work.device.type == "cuda"
             kind = CompiledLayers if objective.model.compiles_by_layer() else CompiledVmap
             lift = kind(work.axis, what, combine)
         return PhaseTrainer(
             work,
-            step_gradients(objective, work.axis, lift),
+            step_estimator(work, lift),
             CapturableOptimizer(
                 parameter_groups(work.run.training, objective.model, work.names),
                 work.names,
@@ -90,6 +88,7 @@ class GraphCache:
             ),
             GraphedSteps(lambda step: self.record(step, what)),
             reused=True,
+            multiple=_multiple(work) if self.recorder else 1,
         )
 
     def __str__(self) -> str:
@@ -158,8 +157,8 @@ class GraphedSteps:
         self.replays: dict[Hashable, tuple[Batch, Replay] | None] = {}
         self.taken = Counter[Hashable]()
 
-    def __call__(self, step: Step, batch: Batch) -> Tensor:
-        shape = _layout(batch.inputs), tuple(batch.targets.shape), batch.mask is None
+    def __call__(self, step: Step, batch: Batch, variant: Hashable) -> Tensor:
+        shape = _layout(batch.inputs), tuple(batch.targets.shape), batch.mask is None, variant
         if shape not in self.replays:
             self.taken[shape] += 1
             if self.taken[shape] <= WARMUP_STEPS:
@@ -227,6 +226,13 @@ def _tensors(batch: Batch) -> Iterator[Tensor]:
         yield batch.mask
 
 
+def _multiple(work: PhaseWork) -> int:
+    """Poisson batches have many sizes: pad them, so that few graphs serve all steps."""
+    if work.dp_settings is None or work.dp_settings.sampling != "poisson":
+        return 1
+    return max(1, work.run.training.batch_size // POISSON_SIZES)
+
+
 def _shape(work: PhaseWork) -> Hashable:
     """Return a key that is equal for work that can use the same tensors and graphs."""
     objective, rules = work.objective, work.run.method.client_rules
@@ -234,7 +240,7 @@ def _shape(work: PhaseWork) -> Hashable:
     lr = objective.lr if rules else None
     layout = _layout({name: work.start_params[0][name] for name in work.names}), *map(_layout, work.fixed)
     settings = id(objective.model), objective.plan, work.phase, tuple(map(id, rules)), work.run.training, lr
-    return settings, work.axis.count, layout
+    return settings, work.dp_settings, work.axis.count, layout
 
 
 def _layout(part: Any) -> Hashable:

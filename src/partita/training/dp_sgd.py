@@ -75,8 +75,8 @@ def clipped_sum(
 
 
 def unit_mask(mask: Tensor | None, dp_settings: DPSGDSettings) -> Tensor | None:
-    """Return which units count, (unit,): of groups, those with a member that counts. None if all count."""
-    return mask if mask is None or not dp_settings.groups else (mask != 0).any(1).to(mask)
+    """Return which units count, (..., unit): of groups, those with a member that counts. None if all count."""
+    return mask if mask is None or not dp_settings.groups else (mask != 0).any(-1).to(mask)
 
 
 def per_example_gradients(

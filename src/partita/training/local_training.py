@@ -80,7 +80,7 @@ def start_training(
         drops = run.training.dropout and ranked[0].ctx.model.uses_dropout()
         draws = drops or run.training.augment
         seed_keys = [client_round.key / "dropout" / index for client_round in ranked] if draws else None
-        batches = iterate_batches(examples, schedules, trainer.device, seed_keys)
+        batches = iterate_batches(examples, schedules, trainer.device, seed_keys, trainer.multiple)
         if run.training.augment:
             batches = _augmented(batches, run.training.augment, drops)
         losses = [trainer.step(batch) for batch in batches]

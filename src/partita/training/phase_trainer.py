@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from partita.core.packed import layout_for
 from partita.core.tensors import Slots, Tensors
 from partita.core.torch_private import foreach_copy_, foreach_zero_
 from partita.training.client_axis import ClientVmap, leading_clients
-from partita.training.gradients import AccumulatedGradients, GradientEstimator
+from partita.training.gradients import AccumulatedGradients, GradientEstimator, Lift
 from partita.training.parameter_groups import ParameterGroup, parameter_groups, split_by_group
 from partita.training.phase_work import PhaseWork
 from partita.training.private_gradients import PrivateGradients
@@ -27,7 +27,8 @@ from partita.training.rule_gradients import step_gradients
 PACKED_DEVICES = ("cuda",)
 
 Step = Callable[[Batch], Tensor]  # batch -> losses (client,)
-StepRunner = Callable[[Step, Batch], Tensor]  # runs a step now, or replays a captured one
+# Runs a step now, or replays a captured one. The last argument says which of several ways the step computes.
+StepRunner = Callable[[Step, Batch, Hashable], Tensor]
 
 
 class OptimizerSteps(Protocol):
@@ -77,7 +78,7 @@ class EagerOptimizer:
                 group.optimizer.step(trainable, own, moments, self.lr * group.lr_factor * warmup, self.step_counts)
 
 
-def run_eagerly(step: Step, batch: Batch) -> Tensor:
+def run_eagerly(step: Step, batch: Batch, variant: Hashable) -> Tensor:
     """Run a step now, and return the losses (client,)."""
     return step(batch)
 
@@ -109,6 +110,7 @@ class PhaseTrainer:
         optimizer: Takes optimizer steps.
         run_step: Runs a step, or replays a captured one.
         reused: Whether the trainer's tensors are used again for other clients, so that results must be copies.
+        multiple: The number of units of a batch is padded to a multiple of this.
     """
 
     def __init__(
@@ -118,18 +120,20 @@ class PhaseTrainer:
         optimizer: OptimizerSteps | None = None,
         run_step: StepRunner = run_eagerly,
         reused: bool = False,
+        multiple: int = 1,
     ) -> None:
         self.run, self.axis, self.names, self.device = work.run, work.axis, work.names, work.device
         self.objective = work.objective
         training, model = work.run.training, work.objective.model
-        self.gradients = gradients or _estimator(work)
+        self.gradients = gradients or step_estimator(work)
+        self.private = self.gradients if isinstance(self.gradients, PrivateGradients) else None
         if training.accumulate > 1:
             self.gradients = AccumulatedGradients(self.gradients, self.axis, training)
         self.optimizer = optimizer or EagerOptimizer(
             parameter_groups(training, model, work.names), training.warmup_steps
         )
         self.lift = ClientVmap(self.axis, str(self.objective))
-        self.run_step, self.reused = run_step, reused
+        self.run_step, self.reused, self.multiple = run_step, reused, multiple
         self.trainable, self.moments = work.stacked()
         # The owners of shared tensors may change or free them, so a trainer that is used again has its own copies.
         self.fixed = [(_cloned(value), dims) for value, dims in work.fixed] if reused else work.fixed
@@ -138,6 +142,8 @@ class PhaseTrainer:
     def _begin(self, work: PhaseWork) -> None:
         self.anchor, self.initial_steps = work.anchor, work.initial_steps
         self.optimizer.reset(work.objective.lr, self.initial_steps)
+        if self.private is not None:
+            self.private.begin(work.noise_sources)
 
     def reload(self, work: PhaseWork) -> None:
         """Start other work of the same shape in the same tensors."""
@@ -163,23 +169,31 @@ class PhaseTrainer:
         Returns:
             The task's loss of each client before the step, of shape (client,).
         """
-        return self.run_step(self._step, batch)
+        variant = None
+        if self.private is not None:
+            self.private.prepare(*self._arguments(batch))  # outside the step, which may be captured
+            variant = self.private.ghost
+        return self.run_step(self._step, batch, variant)
+
+    def _arguments(self, batch: Batch) -> tuple[Tensors, list[Any], list[Any], int]:
+        """The arguments of a gradient estimator."""
+        count = len(batch.targets) if self.axis.many else 1
+        fixed = [leading_clients(part, count) if self.axis.many else part for part in self.fixed]
+        values = [*(value for value, _ in fixed), batch.inputs, batch.targets, batch.mask]
+        dims = [0, *(dims for _, dims in self.fixed), 0, 0, None if batch.mask is None else 0]
+        return self._leading(self.trainable, count), values, dims, count
 
     def _step(self, batch: Batch) -> Tensor:
-        count = len(batch.targets) if self.axis.many else 1
-        trainable = self._leading(self.trainable, count)
-        fixed = [leading_clients(part, count) if self.axis.many else part for part in self.fixed]
-        values = [value for value, _ in fixed]
-        dims = [0, *(dims for _, dims in self.fixed), 0, 0, None if batch.mask is None else 0]
-        grads, task = self.gradients(trainable, [*values, batch.inputs, batch.targets, batch.mask], dims, count)
+        trainable, values, dims, count = self._arguments(batch)
+        grads, task = self.gradients(trainable, values, dims, count)
         with torch.no_grad():
             if self.objective.corrects:
-                grads = self.lift(self.objective.correct, dims[:1] + dims[2:5])(grads, *values[1:])
+                grads = self.lift(self.objective.correct, dims[:1] + dims[2:5])(grads, *values[1:4])
             moments = {slot: self._leading(part, count) for slot, part in self.moments.items()}
             self.optimizer.step(trainable, grads, moments)
             if self.objective.moves:
                 stepped = {name: trainable[name] for name in grads}
-                moved = self.lift(self.objective.move, [0, *dims[2:5]])(stepped, *values[1:])
+                moved = self.lift(self.objective.move, [0, *dims[2:5]])(stepped, *values[1:4])
                 foreach_copy_(list(stepped.values()), [moved[name] for name in stepped])
         return task.detach() if self.axis.many else task.detach().unsqueeze(0)  # (client,)
 
@@ -229,9 +243,15 @@ class PhaseTrainer:
         return {name: self.axis.leading(value, count) for name, value in stacked.items()}
 
 
-def _estimator(work: PhaseWork) -> GradientEstimator:
+def step_estimator(work: PhaseWork, lift: Lift | None = None) -> GradientEstimator:
+    """Return the gradients of plain training, or of DP-SGD if the work has its settings.
+
+    Args:
+        work: The phase and where it starts.
+        lift: Turns the loss of one client into that of a block, without privacy; None for `torch.vmap`.
+    """
     if work.dp_settings is None:
-        return step_gradients(work.objective, work.axis)
+        return step_gradients(work.objective, work.axis, lift)
     return PrivateGradients(work.objective, work.axis, work.dp_settings, work.noise_sources)
 
 

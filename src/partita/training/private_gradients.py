@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from partita.core.data import Batch
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.noise import add_noise, gaussian_noise
+from partita.core.model import HeadOutput
 from partita.core.tensors import Slots, Tensors
-from partita.training.client_axis import ClientAxis, ClientVmap, VmapError
-from partita.training.dp_sgd import Loss, NoiseSource, clipped_sum, unit_mask
-from partita.training.ghost_clipping import CHECKED_EXAMPLES, GhostError, check_norms, ghost_sum
-from partita.training.objective import Objective, masked_mean, rule_batch
+from partita.core.torch_private import without_vmap
+from partita.training.client_axis import ClientAxis, ClientVmap, VmapError, first_client
+from partita.training.dp_sgd import NoiseSource, clipped_sum, unit_mask
+from partita.training.ghost_clipping import CHECKED_EXAMPLES, check_norms, ghost_sum
+from partita.training.ghost_layers import GhostError
+from partita.training.objective import TINY, Objective, masked_mean, rule_batch
+from partita.training.step_noise import StepNoise
 
-# With clipping = "auto", try ghost clipping if a batch's per-example gradients have more elements than this (1 GiB).
-GHOST_THRESHOLD = 2**28
+# With clipping = "auto", try ghost clipping if a block's per-example gradients have more elements than this (64 MiB).
+# Below, direct clipping is as fast (benchmarks/private.py).
+GHOST_THRESHOLD = 2**24
+HALF = (torch.bfloat16, torch.float16)
+# Relative difference of ghost and direct norms in float32, and if the weights are in half precision.
+CLOSE, CLOSE_IN_HALF = 1e-2, 0.1
 
 
 class PrivateGradients:
     """The noisy gradient of DP-SGD, with the gradient of penalties that read no examples.
+
+    Call `prepare` before each step. Only the rest of a step may be captured as a CUDA graph.
 
     Args:
         objective: What each client minimizes.
@@ -37,10 +45,10 @@ class PrivateGradients:
     def __init__(
         self, objective: Objective, axis: ClientAxis, dp_settings: DPSGDSettings, noise_sources: Sequence[NoiseSource]
     ) -> None:
-        self.objective, self.axis, self.dp_settings, self.noise_sources = objective, axis, dp_settings, noise_sources
-        self.ghost = self._ghost_possible()
-        self.steps = 0  # each step has its own noise
-        self.one_by_one = False  # whether the model's gradients are computed example by example
+        self.objective, self.axis, self.dp_settings = objective, axis, dp_settings
+        self.one_by_one: bool | None = None  # whether gradients are computed example by example; None: not asked yet
+        self.noise = StepNoise(axis, dp_settings.noise * dp_settings.clip) if dp_settings.noise else None
+        self.shares: Tensor | None = None
         remedy = (
             "set training.precision = 'float32'"
             if not objective.full_precision
@@ -50,42 +58,82 @@ class PrivateGradients:
         )
         over = "clients and, for privacy, over examples"
         self.lift = ClientVmap(axis, str(objective), over, remedy, checked=True)
+        self.begin(noise_sources)
+
+    def begin(self, noise_sources: Sequence[NoiseSource]) -> None:
+        """Start a phase. What an earlier one found about ghost norms is forgotten: a resumed run does not know it."""
+        self.noise_sources = noise_sources
+        self.ghost = self._ghost_possible()
+        self.steps = 0  # each step has its own noise
+        self.checked = False  # whether ghost norms were compared with direct ones in this phase
+
+    def prepare(self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int) -> None:
+        """Do what must happen anew before each step: draw its noise. Before the first steps, check the model.
+
+        The arguments are those of `__call__`.
+        """
+        if not self.steps:
+            self._set_shares(values[-2].device)
+        if self.one_by_one is None:
+            self._ask_model(values[-3])
+        if self.noise is not None:
+            self.noise.draw(trainable, [source.key / self.steps for source in self.noise_sources[:count]])
+        if not self.checked and self._uses_ghost(trainable, values[-2]):
+            self.checked = True
+            try:
+                self._check_norms(trainable, values, dims)
+            except GhostError as error:
+                self._give_up_ghost(error)
+        self.steps += 1
 
     def __call__(
         self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int
     ) -> tuple[Tensors, Tensor]:
-        sources = self.noise_sources[:count]
-        std = self.dp_settings.noise * self.dp_settings.clip
-        if not self.steps and not self.axis.many:
-            inputs: Tensors = values[-3]
-            if self.dp_settings.groups:
-                inputs = {name: value.flatten(0, 1) for name, value in inputs.items()}  # (member of any group, ...)
-            self.one_by_one = bool(self.objective.model.why_one_by_one(inputs))
-            if self.dp_settings.clipping == "auto":
-                self.ghost = self.ghost and not self.one_by_one  # it checks its norms with torch.vmap
         with torch.no_grad():
-            sums, grads, task = self.lift(self._clipped, dims)(trainable, *values)
-            noisy = self._noisy(sums, sources, std) if self.dp_settings.noise else sums
-            batch_sizes = [torch.tensor(float(source.batch), device=task.device) for source in sources]
-            shares = 1 / self.axis.stack(batch_sizes)
-            self.steps += 1
-            return {
-                name: value * self.axis.broadcast(shares, value) + grads[name] for name, value in noisy.items()
-            }, task
+            sums, losses = self._clipped_sums(trainable, values, dims)
+            noisy = sums if self.noise is None else self.noise.add(sums, count)
+            assert self.shares is not None
+            shares = self.axis.leading(self.shares, count)
+            grads = {name: value * self.axis.broadcast(shares, value) for name, value in noisy.items()}
+            if self.objective.run.method.client_rules:
+                penalties = self.lift(self._penalty_gradients, dims[:5])(trainable, *values[:4])
+                grads = {name: value + penalties[name] for name, value in grads.items()}
+            return grads, _mean(losses, unit_mask(values[-1], self.dp_settings))
 
-    def _noisy(self, sums: Tensors, noise_sources: Sequence[NoiseSource], std: float) -> Tensors:
-        one = {name: value[0] if self.axis.many else value for name, value in sums.items()}
-        noises = [gaussian_noise(one, noise_source.key / self.steps, std) for noise_source in noise_sources]
-        return {
-            name: add_noise(value, self.axis.stack([noise[name] for noise in noises]), std)
-            for name, value in sums.items()
-        }
+    def _set_shares(self, device: torch.device) -> None:
+        """Set one over each client's expected batch size. The tensor stays the same in all phases."""
+        sizes = [torch.tensor(float(source.batch)) for source in self.noise_sources]
+        shares = (1 / self.axis.stack(sizes)).to(device)
+        self.shares = shares if self.shares is None else self.shares.copy_(shares)
 
-    def _clipped(
+    def _ask_model(self, inputs: Tensors) -> None:
+        self.one_by_one = False
+        if self.axis.many:
+            return
+        if self.dp_settings.groups:
+            inputs = {name: value.flatten(0, 1) for name, value in inputs.items()}  # (member of any group, ...)
+        self.one_by_one = bool(self.objective.model.why_one_by_one(inputs))
+        self.ghost = self._ghost_possible()
+
+    # ---- clipped sums
+
+    def _clipped_sums(self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any]) -> tuple[Tensors, Tensor]:
+        """The sum of clipped gradients by name, and the loss of each unit."""
+        frozen, *_, inputs, targets, mask = values
+        if self._uses_ghost(trainable, targets):
+            try:
+                losses_of = self._losses(frozen, inputs, targets, dims)
+                return ghost_sum(losses_of, trainable, mask, self._units(targets), self.dp_settings)[:2]
+            except GhostError as error:
+                self._give_up_ghost(error)
+        sums, losses = self.lift(self._direct_sum, dims)(trainable, *values)
+        return sums, losses
+
+    def _direct_sum(
         self, trainable: Tensors, frozen: Tensors, anchor: Tensors, sent: Slots, memory: Slots,
         inputs: Tensors, targets: Tensor, mask: Tensor | None,
-    ) -> tuple[Tensors, Tensors, Tensor]:  # fmt: skip
-        """The sum of clipped gradients, the gradient of penalties that read no examples, and the task's loss."""
+    ) -> tuple[Tensors, Tensor]:  # fmt: skip
+        """The same of one client, from the gradient of each unit."""
         model, ctx = self.objective.model, self.objective.context(anchor, sent, memory)
 
         def of_one(
@@ -100,59 +148,104 @@ class PrivateGradients:
                 penalties = self.objective.penalties(out, params, unit, ctx, per_example=True)
                 return sum(penalties, start=task), task
 
-        def of_none(trainable: Tensors) -> Tensor:
-            """Penalties that do not depend on examples need neither clipping nor noise."""
+        return clipped_sum(of_one, trainable, inputs, targets, mask, self.dp_settings, bool(self.one_by_one))
+
+    def _penalty_gradients(
+        self, trainable: Tensors, frozen: Tensors, anchor: Tensors, sent: Slots, memory: Slots
+    ) -> Tensors:
+        """The gradient of penalties that do not depend on examples, which need neither clipping nor noise."""
+        ctx = self.objective.context(anchor, sent, memory)
+
+        def total(trainable: Tensors) -> Tensor:
             penalties = self.objective.penalties(None, {**frozen, **trainable}, None, ctx, per_example=False)
             return sum(penalties, start=next(iter(trainable.values())).new_zeros(()))
 
-        total, losses = self._clipped_sum(of_one, trainable, frozen, Batch(inputs, targets, mask))
-        return total, torch.func.grad(of_none)(trainable), masked_mean(losses, unit_mask(mask, self.dp_settings))
+        return torch.func.grad(total)(trainable)
 
-    def _clipped_sum(self, of_one: Loss, trainable: Tensors, frozen: Tensors, batch: Batch) -> tuple[Tensors, Tensor]:
-        elements = len(batch.targets) * sum(value.numel() for value in trainable.values())
-        if self.ghost and (self.dp_settings.clipping == "ghost" or elements > GHOST_THRESHOLD):
-            try:
-                total, losses, norms = self._ghost_sum(trainable, frozen, batch)
-                if bool(torch.isfinite(norms).all()):
-                    return total, losses
-            except GhostError as error:
-                if self.dp_settings.clipping == "ghost":
-                    raise VmapError(
-                        f"privacy.clipping is 'ghost', but {self.objective} does not support it: {error}; set it to "
-                        "'direct', or train other parts of the model"
-                    ) from error
-                self.ghost = False
-        return clipped_sum(
-            of_one, trainable, batch.inputs, batch.targets, batch.mask, self.dp_settings, self.one_by_one
-        )
-
-    def _ghost_sum(self, trainable: Tensors, frozen: Tensors, batch: Batch) -> tuple[Tensors, Tensor, Tensor]:
-        model = self.objective.model
-
-        def of_all(trainable: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
-            return self.objective.losses(model({**frozen, **trainable}, inputs).with_logits(), targets)
-
-        if not self.steps:
-            few = {name: value[:CHECKED_EXAMPLES] for name, value in batch.inputs.items()}
-            check_norms(of_all, trainable, few, batch.targets[:CHECKED_EXAMPLES], self.dp_settings)
-        with self.objective.autocast(cache=False):
-            return ghost_sum(
-                lambda trainable: of_all(trainable, batch.inputs, batch.targets),
-                trainable,
-                batch.mask,
-                len(batch.targets),
-                self.dp_settings,
-            )
+    # ---- ghost clipping
 
     def _ghost_possible(self) -> bool:
-        """Whether ghost clipping is possible: not for a block, and not if a rule has a per-example penalty."""
-        clipping, many = self.dp_settings.clipping, self.axis.many
+        """Whether to try ghost clipping: not for groups, and not if a rule has a per-example penalty."""
+        clipping = self.dp_settings.clipping
         if clipping == "direct" or self.dp_settings.groups:  # the norms are those of single examples
             return False
-        possible = not many and not any(rule.per_example for rule in self.objective.run.method.client_rules)
+        possible = not any(rule.per_example for rule in self.objective.run.method.client_rules)
         if clipping == "ghost" and not possible:
-            remedy = "set engine.clients_per_block = 1" if many else "set privacy.clipping = 'direct'"
             raise VmapError(
-                f"privacy.clipping = 'ghost' supports one client at a time and the task's loss only; {remedy}"
+                "privacy.clipping = 'ghost' supports the task's loss only, and a rule has a penalty per example; set "
+                "privacy.clipping = 'direct'"
             )
-        return possible
+        return possible and not (clipping == "auto" and self.one_by_one)
+
+    def _uses_ghost(self, trainable: Tensors, targets: Tensor) -> bool:
+        """Whether a batch of this size is clipped by ghost norms."""
+        elements = self._units(targets) * sum(value.numel() for value in trainable.values())
+        return self.ghost and (self.dp_settings.clipping == "ghost" or elements > GHOST_THRESHOLD)
+
+    def _give_up_ghost(self, error: GhostError) -> None:
+        """Clip directly from now on; raise VmapError if ghost clipping is required."""
+        if self.dp_settings.clipping == "ghost":
+            raise VmapError(
+                f"privacy.clipping is 'ghost', but {self.objective} does not support it: {error}; set it to "
+                "'direct', or train other parts of the model"
+            ) from error
+        self.ghost = False
+
+    def _losses(
+        self, frozen: Tensors, inputs: Tensors, targets: Tensor, dims: Sequence[Any]
+    ) -> Callable[[Tensors], Tensor]:
+        """Return the function from trained parameters to the losses, (example,) or (client, example)."""
+        lifted = self.lift(self._losses_of_one, [dims[0], dims[1], *dims[5:7]])
+
+        def losses(trainable: Tensors) -> Tensor:
+            with self.objective.autocast(cache=False):
+                found: Tensor = lifted(trainable, frozen, inputs, targets)
+            return found
+
+        return losses
+
+    def _losses_of_one(self, trainable: Tensors, frozen: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
+        out = self.objective.model({**frozen, **trainable}, inputs)
+        # A head that trains must be recorded. The loss of a frozen one is computed without all logits.
+        frozen_head = isinstance(out, HeadOutput) and not without_vmap(out.weight).requires_grad
+        return self.objective.losses(out if frozen_head else out.with_logits(), targets)
+
+    def _check_norms(self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any]) -> None:
+        """Compare the ghost norms of the first client's first examples with those of their gradients, in float32."""
+        frozen, *_, inputs, targets, _ = values
+        few = (slice(None), slice(CHECKED_EXAMPLES)) if self.axis.many else (slice(CHECKED_EXAMPLES),)
+        inputs, targets = {name: value[few] for name, value in inputs.items()}, targets[few]
+        with torch.autocast(targets.device.type, enabled=False):
+            lifted = self.lift(self._losses_of_one, [dims[0], dims[1], *dims[5:7]])
+            norms = ghost_sum(
+                lambda trainable: lifted(trainable, frozen, inputs, targets),
+                trainable,
+                None,
+                self._units(targets),
+                self.dp_settings,
+            )[2]
+        if self.axis.many:
+            trainable, frozen, inputs, targets = (
+                first_client(value, dim)
+                for value, dim in zip((trainable, frozen, inputs, targets), (*dims[:2], *dims[5:7]), strict=True)
+            )
+            norms = norms[0]
+        check_norms(
+            lambda trainable, inputs, targets: self._losses_of_one(trainable, frozen, inputs, targets),
+            trainable,
+            inputs,
+            targets,
+            norms,
+            CLOSE_IN_HALF if getattr(self.objective.model, "dtype", None) in HALF else CLOSE,
+        )
+
+    # ---- units
+
+    def _units(self, targets: Tensor) -> int:
+        """The number of units of each client, padding included."""
+        return targets.shape[int(self.axis.many)]
+
+
+def _mean(losses: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mean over the last dimension, of those that count."""
+    return losses.mean(-1) if mask is None else (losses * mask).sum(-1) / mask.sum(-1).clamp(min=TINY)
