@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playing.choice import Asked, plan, read_runs
 from playing.study import Study, StudyError, edges, read_study
-from playing.tables import matrix, tables
+from playing.tables import matrix, tables, tried
 from playing.work import configured
 
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -43,6 +43,27 @@ def test_tables_of_the_page_follow_from_the_lines(name: str) -> None:
     assert len(found) == 2
     for table in found:
         assert table in page
+
+
+@pytest.mark.parametrize(
+    "name", ["frozen/cifar100", "frozen/epochs20", "frozen/orders", "frozen/digits", "pretrained/ohsumed-recipe"]
+)
+def test_tables_of_frozen_kernels_follow_from_the_lines(name: str) -> None:
+    study = read_study(STUDIES / f"{name}.toml")
+    page = (study.file.parent / "README.md").read_text()
+    found = parts(study)
+    assert len(found) == len(study.points())
+    assert all(table in page for table in found)
+
+
+@pytest.mark.parametrize(
+    "name", ["recipe/dinov2", "recipe/dinov2-central", "recipe/minilm", "frozen/cifar100", "pretrained/ohsumed-recipe"]
+)
+def test_settings_tried_on_the_page_follow_from_the_lines(name: str) -> None:
+    study = read_study(STUDIES / f"{name}.toml")
+    table = tried(study, read_runs(study, "tune")).partition("\n\n")[0]
+    assert table.startswith("|")
+    assert table in (study.file.parent / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["digits-attacks", "trec-attacks"])
