@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from playing.choice import Asked, plan, read_runs
 from playing.study import Study, StudyError, edges, read_study
-from playing.tables import matrix, tables
+from playing.tables import matrix, summarize, tables, tried
 from playing.work import configured
+
+from partita.report.tables import paired_difference
 
 STUDIES = Path(__file__).parents[2] / "studies"
 FILES = [file for file in sorted(STUDIES.rglob("*.toml")) if "arms" in tomllib.loads(file.read_text())]
@@ -43,6 +45,42 @@ def test_tables_of_the_page_follow_from_the_lines(name: str) -> None:
     assert len(found) == 2
     for table in found:
         assert table in page
+
+
+@pytest.mark.parametrize(
+    "name", ["frozen/cifar100", "frozen/epochs20", "frozen/orders", "frozen/digits", "pretrained/ohsumed-recipe"]
+)
+def test_tables_of_frozen_kernels_follow_from_the_lines(name: str) -> None:
+    study = read_study(STUDIES / f"{name}.toml")
+    page = (study.file.parent / "README.md").read_text()
+    found = parts(study)
+    assert len(found) == len(study.points())
+    assert all(table in page for table in found)
+
+
+@pytest.mark.parametrize("name", ["cifar100", "epochs20", "orders"])
+def test_spreads_of_the_page_are_compared_on_the_same_seeds(name: str) -> None:
+    study = read_study(STUDIES / "frozen" / f"{name}.toml")
+    page = (study.file.parent / "README.md").read_text()
+    for point in study.points():
+        spreads = {row.arm: row.spreads for row in summarize(study, read_runs(study, "run"), point)}
+        never, frozen = spreads["never"], spreads["0.3"]
+        seeds = sorted(never.keys() & frozen.keys())
+        found = paired_difference([(never[seed], frozen[seed]) for seed in seeds])
+        means = [100 * sum(own[seed] for seed in seeds) / len(seeds) for own in (never, frozen)]
+        cells = [str(len(seeds)), *(f"{mean:.2f}" for mean in means)]
+        cells += [f"{100 * found.mean:+.2f} [{100 * found.low:.2f}, {100 * found.high:.2f}]", f"{found.p:.2f}"]
+        assert f"| {' | '.join(cells)} |" in page.replace("−", "-")
+
+
+@pytest.mark.parametrize(
+    "name", ["recipe/dinov2", "recipe/dinov2-central", "recipe/minilm", "frozen/cifar100", "pretrained/ohsumed-recipe"]
+)
+def test_settings_tried_on_the_page_follow_from_the_lines(name: str) -> None:
+    study = read_study(STUDIES / f"{name}.toml")
+    table = tried(study, read_runs(study, "tune")).partition("\n\n")[0]
+    assert table.startswith("|")
+    assert table in (study.file.parent / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["digits-attacks", "trec-attacks"])
