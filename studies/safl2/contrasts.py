@@ -2,8 +2,8 @@
 
     PYTHONPATH=src:studies python studies/safl2/contrasts.py
 
-`play.py table` has differences to SAFL only. Here the mean of all fixed pairs of a seed stands for a pair that is drawn at
-random and kept. Differences are paired by the seeds that both sides have.
+`play.py table` has differences to SAFL only. Here the mean of all fixed pairs of a seed stands for a pair that is drawn
+at random and kept. Differences are paired by the seeds that both sides have.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from partita.report.metric import metric_named
-from partita.report.tables import paired_difference
 from playing.choice import read_runs
 from playing.study import read_study
 from playing.tables import interval, summarize
+
+from partita.report.metric import metric_named
+from partita.report.tables import paired_difference
 
 STUDY = Path(__file__).with_name("pairs.toml")
 MEAN = "mean of the pairs"
@@ -51,7 +52,7 @@ def ranked(scores: Scores) -> list[str]:
 
 
 def with_references(scores: Scores) -> dict[str, Mapping[int, float]]:
-    """Return the scores with two more arms: the pair in the middle of the ranks, and the mean of all pairs of a seed."""
+    """Return the scores with two more arms: the pair in the middle of the ranks, and the mean of all pairs by seed."""
     order = ranked(scores)
     seeds = set.intersection(*(set(scores[arm]) for arm in order))
     mean = {seed: statistics.fmean(scores[arm][seed] for arm in order) for seed in sorted(seeds)}
