@@ -1,0 +1,95 @@
+"""Compare the arms of `pairs.toml` with each other and with the 15 fixed pairs, as Markdown.
+
+    PYTHONPATH=src:studies python studies/safl2/contrasts.py
+
+`play.py table` has differences to SAFL only. Here the mean of all fixed pairs of a seed stands for a pair that is drawn
+at random and kept. Differences are paired by the seeds that both sides have.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from playing.choice import read_runs
+from playing.study import read_study
+from playing.tables import interval, summarize
+
+from partita.report.metric import metric_named
+from partita.report.tables import paired_difference
+
+STUDY = Path(__file__).with_name("pairs.toml")
+MEAN = "mean of the pairs"
+CONTRASTS = [
+    ("safl", "fedavg"),
+    ("safl", "fedavg, no embeddings"),
+    ("fedavg, no embeddings", "fedavg"),
+    ("random, common", "fedavg"),
+    (MEAN, "fedavg"),
+    ("safl", "random, common"),
+    ("random, common", "random, each its own"),
+    (MEAN, "random, common"),
+    ("safl", MEAN),
+    ("safl", "4, 5"),
+    ("3, 4", "safl"),
+    ("3, 4", "median pair"),
+    ("3, 4", MEAN),
+]
+
+Scores = Mapping[str, Mapping[int, float]]  # by arm and seed
+
+
+def is_pair(arm: str) -> bool:
+    """Return whether an arm trains a fixed pair of layers."""
+    return arm[0].isdigit()
+
+
+def ranked(scores: Scores) -> list[str]:
+    """Return the fixed pairs from the highest mean score to the lowest."""
+    pairs = [arm for arm in scores if is_pair(arm)]
+    return sorted(pairs, key=lambda arm: -statistics.fmean(scores[arm].values()))
+
+
+def with_references(scores: Scores) -> dict[str, Mapping[int, float]]:
+    """Return the scores with two more arms: the pair in the middle of the ranks, and the mean of all pairs by seed."""
+    order = ranked(scores)
+    seeds = set.intersection(*(set(scores[arm]) for arm in order))
+    mean = {seed: statistics.fmean(scores[arm][seed] for arm in order) for seed in sorted(seeds)}
+    return {**scores, "median pair": scores[order[len(order) // 2]], MEAN: mean}
+
+
+def contrasts(scores: Scores, wanted: Iterable[tuple[str, str]], metric: str) -> str:
+    """Return a table of differences between two arms each."""
+    scores, shown = with_references(scores), metric_named(metric)
+    rows = ["| difference | points, paired [95%] | p | seeds |", "|---|--:|--:|--:|"]
+    for after, before in wanted:
+        seeds = sorted(set(scores[after]) & set(scores[before]))
+        found = paired_difference([(scores[before][seed], scores[after][seed]) for seed in seeds])
+        p = "–" if found.p is None else "<0.001" if found.p < 0.001 else f"{found.p:.3f}"
+        rows.append(f"| `{after}` − `{before}` | {interval(found, shown)} | {p} | {found.n} |")
+    return "\n".join(rows)
+
+
+def layer_means(scores: Scores) -> str:
+    """Return a table with the mean over the fixed pairs that train each layer."""
+    pairs = [arm.split(", ") for arm in ranked(scores)]
+    layers = sorted({layer for pair in pairs for layer in pair})
+    means = [
+        statistics.fmean(statistics.fmean(scores[", ".join(pair)].values()) for pair in pairs if layer in pair)
+        for layer in layers
+    ]
+    head = f"| pairs with layer | {' | '.join(layers)} |\n|---|{'--:|' * len(layers)}"
+    return f"{head}\n| mean, % | {' | '.join(f'{100 * mean:.1f}' for mean in means)} |"
+
+
+def main() -> None:
+    study = read_study(STUDY)
+    scores = {row.arm: row.means for row in summarize(study, read_runs(study, "run"), {})}
+    print(contrasts(scores, CONTRASTS, study.score))
+    print(f"\nPairs from best to worst: {'; '.join(ranked(scores))}.\n")
+    print(layer_means(scores))
+
+
+if __name__ == "__main__":
+    main()
