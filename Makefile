@@ -7,7 +7,7 @@ PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3 python3.12 python3.13)
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check style types wheel docs docs-test mutate bench format clean
+.PHONY: help demo test test-all check style types wheel tutorials docs docs-test mutate bench format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -34,8 +34,12 @@ types: $(READY)  ## mypy
 wheel: $(READY)  ## build the wheel, install it elsewhere, and use it from there
 	$(PY) scripts/check_wheel.py
 
-docs: $(READY)  ## build the site with the reference into site/; a warning is an error
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+tutorials: $(READY)  ## run the tutorials that changed, as notebooks
+	$(PY) scripts/tutorials.py --jobs $(WORKERS)
+
+docs: tutorials  ## build the site into site/ and check its links; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	$(PY) scripts/check_links.py site
 
 docs-test: $(READY)  ## run every command and snippet of the documentation, from a wheel installed elsewhere
 	$(PY) scripts/run_docs.py --jobs $(WORKERS)

@@ -32,6 +32,7 @@ from partita.methods.cards import path_of  # noqa: E402
 
 HOME = "docs/index.md"  # of the site; the README is that of the repository
 METHODS = "docs/methods/README.md"
+CLAIMS = "claims.md"  # the verdicts of studies/README.md, on a page of their own
 FOLDERS = {"src/partita/methods": METHODS, "src/partita/compression": METHODS, "": HOME}
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 CODE = re.compile(r"(^(?P<fence>```+|~~~+).*?^(?P=fence)\s*?$|(?<!`)(?P<tick>`+)(?!`).+?(?<!`)(?P=tick)(?!`))", re.M | re.S)
@@ -66,7 +67,7 @@ def sources(root: Path = ROOT) -> dict[str, Source]:
     pages = {uri: Source(path, (root / path).read_text(encoding="utf-8")) for uri, path in found.items()}
     studies = pages["studies/README.md"]
     claims, rest = split_claims(studies.text)
-    return {**pages, "claims.md": Source(studies.path, claims), "studies/README.md": Source(studies.path, rest)}
+    return {**pages, CLAIMS: Source(studies.path, claims), "studies/README.md": Source(studies.path, rest)}
 
 
 def split_claims(text: str) -> tuple[str, str]:
@@ -132,6 +133,8 @@ def rewrite(text: str, page: str, uri: str, root: Path = ROOT) -> str:
         target = target_of(link, page, root)
         if target is None:
             return found[0]
+        if (target, fragment) == ("studies/README.md", "verdicts"):
+            target, mark, fragment = CLAIMS, "", ""
         return found[1] + posixpath.relpath(target, posixpath.dirname(uri) or ".") + mark + fragment + found[3]
 
     return "".join(LINK.sub(rewritten, piece) if plain else piece for plain, piece in outside_code(text))

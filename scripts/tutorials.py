@@ -31,13 +31,14 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "tutorials"
 DONE = ROOT / "build" / "tutorials"
-LONGEST = 240  # seconds for one cell
+LONGEST = 600  # seconds for one cell
 BLOCK = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<code>.*?)^```\n', re.M | re.S)
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 FIGURE = re.compile(r"# Figure: (.+)")
@@ -124,7 +125,8 @@ def execute(name: str) -> str:
             "NO_COLOR": "1",
             "OMP_NUM_THREADS": "1",
         }
-        client = NotebookClient(made, timeout=LONGEST, resources={"metadata": {"path": folder}})
+        kernel = AsyncKernelManager(transport="ipc")  # files of this user, not ports that others may open
+        client = NotebookClient(made, km=kernel, timeout=LONGEST, resources={"metadata": {"path": folder}})
         try:
             client.execute(env=environment)
         except CellExecutionError as error:
