@@ -1,7 +1,7 @@
 """Check the built site: every link, anchor, picture and script that it names is in it. Links to elsewhere are counted.
 
-    python scripts/check_links.py site             # exits with 1 if something is missing
-    python scripts/check_links.py site --elsewhere # also lists the addresses of other sites
+python scripts/check_links.py site             # exits with 1 if something is missing
+python scripts/check_links.py site --elsewhere # also lists the addresses of other sites
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ METHODS = "docs/methods/README.md"
 CLAIMS = "claims.md"  # the verdicts of studies/README.md, on a page of their own
 FOLDERS = {"src/partita/methods": METHODS, "src/partita/compression": METHODS, "": HOME}
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
-CODE = re.compile(r"(^(?P<fence>```+|~~~+).*?^(?P=fence)\s*?$|(?<!`)(?P<tick>`+)(?!`).+?(?<!`)(?P=tick)(?!`))", re.M | re.S)
+CODE = re.compile(
+    r"(^(?P<fence>```+|~~~+).*?^(?P=fence)\s*?$|(?<!`)(?P<tick>`+)(?!`).+?(?<!`)(?P=tick)(?!`))", re.M | re.S
+)
 FORMULA = re.compile(r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<tex>.*?)\\[)\]]</(?P=tag)>', re.S)
 VERDICTS = re.compile(r"(?<=^## Verdicts\n).*?(?=^## )", re.M | re.S)
 
@@ -83,8 +85,8 @@ def split_claims(text: str) -> tuple[str, str]:
     verdicts = Counter(re.findall(r"\| (held|did not hold|could not be tested|not yet tested) \|", body))
     counts = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.most_common())
     claims = (
-        "# Claims\n\nWhat the papers claim, and what [the studies](README.md) found. A verdict is about the regime in its "
-        f"row and no other. Of {verdicts.total()} claims: {counts}.\n\n"
+        "# Claims\n\nWhat the papers claim, and what [the studies](README.md) found. A verdict is about the regime "
+        f"in its row and no other. Of {verdicts.total()} claims: {counts}.\n\n"
         f'<div class="filtered" data-columns="verdict" markdown>\n\n{body}\n\n</div>\n'
     )
     rest = VERDICTS.sub("\nThe verdicts are on the page [Claims](../docs/claims.md).\n\n", text, count=1)

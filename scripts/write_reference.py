@@ -63,8 +63,8 @@ can be resumed too. `PARTITA_DEBUG=1` shows the traceback of an error.
 """
 RUN_FOLDER = """# Reference: run folder
 
-Written by `python scripts/write_reference.py` from the code; do not edit it by hand. A run's folder holds everything that
-is known about the run. [Stop and resume](../guide/folders.md) says what can be done with it.
+Written by `python scripts/write_reference.py` from the code; do not edit it by hand. A run's folder holds everything
+that is known about the run. [Stop and resume](../guide/folders.md) says what can be done with it.
 
 | file | contents | written |
 |---|---|---|

@@ -54,7 +54,9 @@ RUN_FILES = {
         "the round, who was asked, replied or was lost so far, for [`partita watch`](../guide/watch.md)",
         "at most once a second; deleted after the last round",
     ),
-    f"{run_folder.TRACK}/": RunFile("what [trackers](../guide/tracking.md) keep on this machine", "while the run goes on"),
+    f"{run_folder.TRACK}/": RunFile(
+        "what [trackers](../guide/tracking.md) keep on this machine", "while the run goes on"
+    ),
     run_folder.RESULT: RunFile(
         "digest of the final state; why the run [stopped](../guide/rounds.md#early-stopping) before its last round; "
         "which round was best",
