@@ -126,7 +126,9 @@ def execute(name: str) -> str:
             "OMP_NUM_THREADS": "1",
         }
         kernel = AsyncKernelManager(transport="ipc")  # files of this user, not ports that others may open
-        client = NotebookClient(made, km=kernel, timeout=LONGEST, resources={"metadata": {"path": folder}})
+        client = NotebookClient(
+            made, km=kernel, timeout=LONGEST, coalesce_streams=True, resources={"metadata": {"path": folder}}
+        )
         try:
             client.execute(env=environment)
         except CellExecutionError as error:
