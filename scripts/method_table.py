@@ -6,27 +6,38 @@ method is built with a table `[privacy]`, and a refusal means no.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from partita.core.data import Population
-from partita.core.registry import find_function
 from partita.core.rounds import make_job
+from partita.data.task import Federation
 from partita.engines.dry_run import dry_run
 from partita.experiment.builder import Experiment, build
 from partita.experiment.preview import DATA_DEPENDENT, Preview, example_config, preview_of
 from partita.experiment.round_log import has_own_models
 from partita.methods import INDEX, NEEDS_DUAL_ENCODER, NEEDS_FACTORS
-from partita.methods.cards import listing
+from partita.methods.cards import listing, path_of
 
+NOISY = {"safl": {"noise": 8.0, "probe": 0.5}}  # a choice that is made on the data needs noise of its own
 LAST = 9  # the last round of the cards' example, when warm-ups are over
 INTRODUCTION = """# Methods
 
-Written by `python scripts/write_reference.py` from the registry; do not edit it by hand. Every method has a card with
-its formula, parameters, deviations from the paper and evidence. The rows are about the example on the cards (a small
-ViT, or a tiny CLIP) in its last round.
+Every method has a card with its formula, parameters, deviations from the paper and evidence. This table is written by
+`python scripts/write_reference.py` from the registry; [below](#columns) is what its columns mean. Methods compose, such
+as `fedfrozen+scaffold`; `partita methods NAME` lists the compositions that the tests cover.
+
+<div class="filtered" data-columns="trains, sends, personal, private, secure, task" markdown>
+
+| method | in one sentence | trains | sends | bytes | personal | private | secure | task |
+|---|---|---|---|--:|---|---|---|---|
+"""
+COLUMNS = """
+</div>
+
+## Columns
+
+The rows are about the example on the cards (a small ViT, or a tiny CLIP) in its last round.
 
 | column | |
 |---|---|
@@ -37,13 +48,6 @@ ViT, or a tiny CLIP) in its last round.
 | private | the units of [privacy](../guide/privacy.md) that a run accepts: examples, clients, both or none |
 | secure | whether [secure aggregation](../guide/secure-aggregation.md) is possible |
 | task | any, or what the model must have |
-
-Methods compose, such as `fedfrozen+scaffold`; `partita methods NAME` lists the compositions that the tests cover.
-
-<div class="filtered" data-columns="trains, sends, personal, private, secure, task" markdown>
-
-| method | in one sentence | trains | sends | bytes | personal | private | secure | task |
-|---|---|---|---|--:|---|---|---|---|
 """
 
 
@@ -52,7 +56,7 @@ def page() -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a real run should know about its privacy
         rows = "".join(f"| {' | '.join(row(each['name'], each['about']))} |\n" for each in _own())
-    return f"{INTRODUCTION}{rows}\n</div>\n"
+    return INTRODUCTION + rows + COLUMNS
 
 
 def _own() -> list[dict[str, Any]]:
@@ -64,7 +68,7 @@ def row(name: str, about: str) -> tuple[str, ...]:
     experiment = build(example_config(name, DATA_DEPENDENT.get(name, {}))[1])
     shown = preview_of(experiment.run, experiment.model, experiment.federation.clients, LAST)
     return (
-        f"[{name}]({_card(name)})",
+        f"[{name}](../../src/partita/{path_of(name)})",
         about.partition(": ")[2][:1].upper() + about.partition(": ")[2][1:],
         trains(name, shown),
         sends(shown),
@@ -74,12 +78,6 @@ def row(name: str, about: str) -> tuple[str, ...]:
         "yes" if accepts(name, experiment.federation, secure_aggregation={}) else "no",
         "images and class names (CLIP)" if name in NEEDS_DUAL_ENCODER else needs(name),
     )
-
-
-def _card(name: str) -> str:
-    from partita.methods.cards import path_of
-
-    return f"../../src/partita/{path_of(name)}"
 
 
 def trains(name: str, shown: Preview) -> str:
@@ -109,23 +107,21 @@ def personal(experiment: Experiment) -> bool:
     return has_own_models(run, *make_job(run, model, server, LAST, clients[0]), server)
 
 
-def private(name: str, federation: Population) -> str:
+def private(name: str, federation: Federation) -> str:
     """Return the units of privacy that a run of the method accepts."""
-    options = inspect.signature(find_function(INDEX, name, "method")).parameters
-    noisy = {"noise": 8.0} if "noise" in options else {}  # a choice that is made on the data needs noise of its own
     units = {"example": "examples", "client": "clients"}
     found = [
         word
         for unit, word in units.items()
-        if accepts(name, federation, noisy, privacy={"noise": 1.0, "unit": unit, "repeatable": True})
+        if accepts(name, federation, NOISY.get(name), privacy={"noise": 1.0, "unit": unit, "repeatable": True})
     ]
     return " and ".join(found) or "no"
 
 
-def accepts(name: str, federation: Population, options: Mapping[str, object] | None = None, **tables: object) -> bool:
+def accepts(name: str, federation: Federation, options: Mapping[str, object] | None = None, **tables: object) -> bool:
     """Return whether a run of the method with these tables is accepted."""
     try:
-        build(example_config(name, options or {}, **tables)[1])
+        build(example_config(name, options or {}, **tables)[1], federation=federation)
     except ValueError:
         return False
     return True

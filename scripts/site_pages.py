@@ -149,6 +149,14 @@ def linked(source: Source, root: Path = ROOT) -> set[str]:
     return {target for target in targets if target}
 
 
+def with_formulas_apart(text: str) -> str:
+    """Return a text with its displayed formulas as paragraphs of their own, which Python-Markdown asks for."""
+    return "".join(
+        re.sub(r"\s*(\$\$.+?\$\$)\s*", r"\n\n\1\n\n", piece, flags=re.S) if plain else piece
+        for plain, piece in outside_code(text)
+    )
+
+
 def with_formulas(page: str) -> str:
     """Return the HTML of a page with its formulas as MathML, which browsers draw without a script."""
     return FORMULA.sub(
@@ -200,7 +208,7 @@ def on_page_markdown(markdown: str, page: Any, **more: Any) -> str:
         return markdown
     if uri.startswith("tutorials/") and Path(uri).stem in tutorials.names():
         markdown = tutorials.woven(Path(uri).stem)
-    return rewrite(markdown, source.path, uri)
+    return with_formulas_apart(rewrite(markdown, source.path, uri))
 
 
 def on_page_content(html: str, **more: Any) -> str:

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
@@ -125,12 +124,14 @@ def execute(name: str) -> str:
             "NO_COLOR": "1",
             "OMP_NUM_THREADS": "1",
         }
-        kernel = AsyncKernelManager(transport="ipc")  # files of this user, not ports that others may open
         client = NotebookClient(
-            made, km=kernel, timeout=LONGEST, coalesce_streams=True, resources={"metadata": {"path": folder}}
+            made,
+            timeout=LONGEST,
+            coalesce_streams=True,
+            resources={"metadata": {"path": folder}},
         )
         try:
-            client.execute(env=environment)
+            client.execute(env=environment, extra_arguments=["--log-level=ERROR"])
         except CellExecutionError as error:
             raise TutorialError(f"docs/tutorials/{name}.md: {COLORS.sub('', str(error))}") from None
         hide(made, folder)
