@@ -127,6 +127,7 @@ def execute(name: str) -> str:
         client = NotebookClient(
             made,
             timeout=LONGEST,
+            startup_timeout=LONGEST,
             coalesce_streams=True,
             resources={"metadata": {"path": folder}},
         )
