@@ -130,9 +130,10 @@ def execute(name: str) -> str:
             startup_timeout=LONGEST,
             coalesce_streams=True,
             resources={"metadata": {"path": folder}},
+            extra_arguments=["--log-level=ERROR"],  # not that messages between two processes here are not encrypted
         )
         try:
-            client.execute(env=environment, extra_arguments=["--log-level=ERROR"])
+            client.execute(env=environment)
         except CellExecutionError as error:
             raise TutorialError(f"docs/tutorials/{name}.md: {COLORS.sub('', str(error))}") from None
         hide(made, folder)
