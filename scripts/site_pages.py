@@ -168,21 +168,28 @@ def with_formulas(page: str) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Write out the patterns in the navigation, such as `methods/*.md`."""
-    config["nav"] = [entry for raw in config["nav"] for entry in _expanded(raw, list(sources()))]
+    """Write out the patterns in the navigation, such as `methods/*.md`: the pages that no other entry names."""
+    uris = set(sources()) - set(leaves(config["nav"]))
+    config["nav"] = [entry for raw in config["nav"] for entry in _expanded(raw, sorted(uris))]
     return config
 
 
-def _expanded(entry: Any, uris: list[str]) -> Iterator[Any]:
+def leaves(entry: Any) -> list[str]:
+    """Return all pages and patterns of a navigation."""
     if isinstance(entry, str):
-        found = [uri for uri in uris if fnmatch(uri, entry) and uri.count("/") == entry.count("/")]
-        yield from (uri for uri in found if uri == entry or not uri.endswith("/README.md") or "*/README" in entry)
-        if not found:
-            yield entry  # MkDocs says that there is no such page
-    else:
+        return [entry]
+    return [leaf for each in (entry.values() if isinstance(entry, dict) else entry) for leaf in leaves(each)]
+
+
+def _expanded(entry: Any, uris: list[str]) -> Iterator[Any]:
+    if isinstance(entry, dict):
         [(title, value)] = entry.items()
         nested = isinstance(value, list)
         yield {title: [each for raw in value for each in _expanded(raw, uris)] if nested else value}
+    elif "*" in entry:
+        yield from (uri for uri in uris if fnmatch(uri, entry) and uri.count("/") == entry.count("/"))
+    else:
+        yield entry
 
 
 def on_files(files: Files, config: Any) -> Files:
