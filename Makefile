@@ -17,7 +17,7 @@ EXTRAS_lowest := flwr-datasets
 INSTALLED := dev$(addprefix $(comma),$(EXTRAS_$(VERSIONS)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-versions check style types wheel dist docs docs-test mutate bench format clean
+.PHONY: help demo test test-all test-versions check style types wheel dist tutorials docs docs-test mutate bench format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -51,8 +51,12 @@ wheel: $(READY)  ## build sdist and wheel, install them elsewhere, and use them 
 dist: $(READY)  ## the same, and keep both in dist/; with TAG=v0.2.0 they must be that release
 	$(PY) scripts/check_wheel.py --out dist $(if $(TAG),--tag "$(TAG)")
 
-docs: $(READY)  ## build the site with the reference into site/; a warning is an error
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+tutorials: $(READY)  ## run the tutorials that changed, as notebooks
+	$(PY) scripts/tutorials.py --jobs $(WORKERS)
+
+docs: tutorials  ## build the site into site/ and check its links; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	$(PY) scripts/check_links.py site
 
 docs-test: $(READY)  ## run every command and snippet of the documentation, from a wheel installed elsewhere
 	$(PY) scripts/run_docs.py --jobs $(WORKERS)

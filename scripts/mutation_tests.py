@@ -151,6 +151,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "core/rng.py": ("tests/core/test_rng.py", "tests/core/test_chacha.py", "tests/core/test_laws_of_small_parts.py"),
     "core/rounds.py": (*DETAILS, *ROUNDS, "tests/engines/test_availability.py"),
     "core/packed.py": (*DETAILS, "tests/core/test_packed.py", "tests/core/test_laws_of_small_parts.py"),
+    "core/sharing.py": ("tests/core/test_sharing.py",),
     "core/settings.py": ("tests/core/test_settings.py", "tests/core/test_sampling.py"),
     "core/sampling.py": ("tests/core/test_sampling.py",),
     "training/batching.py": (

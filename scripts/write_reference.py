@@ -1,11 +1,15 @@
-"""Write docs/reference/config.md and cli.md: every key of a config and every command, from the code.
+"""Write the pages of the reference that follow from the code, and the table of all methods.
 
-The keys come from the annotations that the code checks, the commands from the same objects that print `--help`.
+The keys of a config come from the annotations that the code checks, the commands from the same objects that print
+`--help`, and the methods from the registry.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +18,16 @@ import click
 import typer
 
 from partita.cli.main import app
+from partita.cli.stopping import Stopped
 from partita.experiment.config import headings
 from partita.experiment.reference import Key, about, keys_under
+from partita.experiment.run_files import RUN_FILES
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import method_table  # noqa: E402
+
 FOLDER = ROOT / "docs" / "reference"
 INTRODUCTION = """# Reference: configs
 
@@ -31,6 +41,34 @@ CLI_INTRODUCTION = """# Reference: commands
 
 Written by `python scripts/write_reference.py` from the commands themselves; do not edit it by hand. `partita COMMAND
 --help` prints the same. Set `PARTITA_DEBUG=1` to see the traceback of an error."""
+EXIT_CODES = f"""# Reference: exit codes
+
+Written by `python scripts/write_reference.py` from the commands themselves; do not edit it by hand.
+
+| code | meaning |
+|--:|---|
+| 0 | the command did what it was asked, and the answer is yes where it is a question |
+| 1 | an error, in one line that names what is wrong and the remedy; or the answer is no, as below |
+| 2 | unknown command or option, or a missing argument |
+| {Stopped(signal.SIGINT).exit_code} | stopped by Ctrl-C (SIGINT); `partita resume` continues the run |
+| {Stopped(signal.SIGTERM).exit_code} | stopped by SIGTERM; `partita resume` continues the run |
+
+A command that is killed (SIGKILL, no memory, no power) has the code that the system gives it, such as 137, and its run
+can be resumed too. `PARTITA_DEBUG=1` shows the traceback of an error.
+
+## Commands that answer a question
+
+| command | ends with 1 if |
+|---|---|
+"""
+RUN_FOLDER = """# Reference: run folder
+
+Written by `python scripts/write_reference.py` from the code; do not edit it by hand. A run's folder holds everything
+that is known about the run. [Stop and resume](../guide/folders.md) says what can be done with it.
+
+| file | contents | written |
+|---|---|---|
+"""
 HEADINGS = {
     "": "Top level",
     "method": "`[method]`: `name` says which, `a+b` composes two",
@@ -89,6 +127,33 @@ def _commands(group: Any, context: click.Context) -> Iterator[str]:
             yield "\n".join(["| argument or option | meaning |", "|---|---|", *rows])
 
 
+def exit_codes_page() -> str:
+    """The exit codes, and the commands that answer a question by theirs."""
+    group = typer.main.get_command(app)
+    answers = [
+        f"| [`{path}`](cli.md#{path.replace(' ', '-')}) | {found[1]} |"
+        for path, help in _helps(group, "partita")
+        if (found := re.search(r"Exits with 1 if (.+?)\.", _lines(help)))
+    ]
+    return EXIT_CODES + "\n".join(answers) + "\n"
+
+
+def _helps(group: Any, path: str) -> Iterator[tuple[str, str]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _helps(command, f"{path} {name}")
+        else:
+            yield f"{path} {name}", command.help or ""
+
+
+def run_folder_page() -> str:
+    """Every file of a run folder."""
+    return RUN_FOLDER + "".join(
+        f"| {', '.join(f'`{each}`' for each in name.split(', '))} | {file.contents} | {file.written} |\n"
+        for name, file in RUN_FILES.items()
+    )
+
+
 def _parameter(parameter: Any, context: click.Context) -> str:
     record = parameter.get_help_record(context)
     shown, meaning = record if record else (parameter.human_readable_name, parameter.help or "")
@@ -101,7 +166,13 @@ def _lines(text: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in paragraphs)
 
 
-PAGES: dict[str, Callable[[], str]] = {"config.md": config_page, "cli.md": cli_page}
+PAGES: dict[str, Callable[[], str]] = {
+    "config.md": config_page,
+    "cli.md": cli_page,
+    "exit-codes.md": exit_codes_page,
+    "run-folder.md": run_folder_page,
+    "../methods/README.md": method_table.page,
+}
 
 if __name__ == "__main__":
     FOLDER.mkdir(parents=True, exist_ok=True)

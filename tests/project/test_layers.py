@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent.parent / "src" / "partita"
 
 # Each line may import itself and the lines above it.
 CORE = [
-    ["core.torch_private", "core.hub", "core.layer_compiler"],
+    ["core.torch_private", "core.hub", "core.layer_compiler", "core.sharing"],
     ["core.packed", "core.chacha", "core.outside_vmap"],
     ["core.tensors", "core.rng", "core.options", "core.memory", "core.discrete_gaussian"],
     ["core.keyed_bits"],

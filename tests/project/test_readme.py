@@ -12,6 +12,7 @@ import pytest
 from partita.experiment.config import load
 from partita.experiment.preview import preview
 from partita.experiment.run_names import default_folder
+from partita.methods import INDEX
 
 README = Path(__file__).parent.parent.parent / "README.md"
 
@@ -42,9 +43,13 @@ def test_readme_commands_name_the_folder_of_the_run_before_them() -> None:
     changes = [word for before, word in pairwise(run) if before == "--set"]
     settings = load(README.parent / run[run.index("--config") + 1], changes)
     folder = str(default_folder(settings.label, settings.seed))
-    assert [words[2] for words in lines if words[1:2] in (["resume"], ["audit"])] == [folder] * 3
+    assert [words[2] for words in lines if words[1:2] == ["resume"]] == [folder]
 
 
 def test_readme_links_existing_files() -> None:
     for target in re.findall(r"\]\(((?!https?:)[^)#]+)\)", README.read_text()):
         assert (README.parent / target).exists(), target
+
+
+def test_readme_counts_the_methods() -> None:
+    assert f"| {len(INDEX)}, from FedAvg" in README.read_text()

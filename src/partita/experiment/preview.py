@@ -116,9 +116,15 @@ def _preview(experiment: Experiment, round: int, client: str | None = None, by: 
     )
 
 
-def plan_section(name: str) -> str:
-    """Return the plan section of a method's card: the table of the first round and, if it differs, of the last."""
-    method = {"name": name, **DATA_DEPENDENT.get(name, {})}
+def example_config(name: str, options: Mapping[str, object], **tables: object) -> tuple[str, Config]:
+    """Return a small config that runs a method, and the model of it in words.
+
+    Args:
+        name: A method of the index.
+        options: Options of the method.
+        **tables: More tables of the config, such as `privacy`.
+    """
+    method = {"name": name, **options}
     model: dict[str, object] = {"name": "vit"}
     kind = "a ViT (2 layers, width 64)"
     if name in NEEDS_FACTORS:
@@ -127,7 +133,12 @@ def plan_section(name: str) -> str:
         model, kind = {"name": "clip", "shape": "tiny"}, "a randomly initialized CLIP (image width 32, text width 16)"
     # The plan does not depend on the optimizer.
     optimizer = "sgd" if build_method(method).supports_optimizer("sgd") else "adamw"
-    config = parse({"method": method, "model": model, "training": {"optimizer": optimizer}, "rounds": 10})
+    return kind, parse({"method": method, "model": model, "training": {"optimizer": optimizer}, "rounds": 10, **tables})
+
+
+def plan_section(name: str) -> str:
+    """Return the plan section of a method's card: the table of the first round and, if it differs, of the last."""
+    kind, config = example_config(name, DATA_DEPENDENT.get(name, {}))
     experiment = build(config)
     first, last = (_preview(experiment, round) for round in (0, 9))
     same = (first.bytes_up, first.bytes_down) == (last.bytes_up, last.bytes_down)

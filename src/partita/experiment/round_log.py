@@ -202,7 +202,7 @@ def evaluate_round(
     test: dict[str, float] | None = None
     more: Row = {}
     if due.every and (last or (result.number + 1) % due.every == 0):
-        if _personal(run, *make_job(run, model, result.server, result.number, clients[0]), result.server):
+        if has_own_models(run, *make_job(run, model, result.server, result.number, clients[0]), result.server):
             scores, score = score_own(federation.test), score_own
         else:
             confused = _confused_classes(federation.task) if last or best else 0
@@ -269,7 +269,7 @@ def _may_report(experiment: Experiment) -> bool:
     return guard is None or (guard.privacy_config.unit != "client" and experiment.run.method.adapt is None)
 
 
-def _personal(run: Run, job: Job, plan: Plan, server: Server) -> bool:
+def has_own_models(run: Run, job: Job, plan: Plan, server: Server) -> bool:
     """Return whether clients have models of their own: private parameters, adaptation, or a personalized download."""
     personalized = any(value is not server.params[name] for name, value in job.params.items())
     return bool(plan.keep) or run.method.adapt is not None or personalized
