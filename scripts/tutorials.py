@@ -123,6 +123,7 @@ def execute(name: str) -> str:
             "COLUMNS": "100",
             "NO_COLOR": "1",
             "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore:IProgress not found",  # of tqdm, about widgets that a page cannot show
         }
         client = NotebookClient(
             made,
