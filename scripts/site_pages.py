@@ -55,6 +55,7 @@ def sources(root: Path = ROOT) -> dict[str, Source]:
     found = {
         "CHANGELOG.md": "CHANGELOG.md",
         "CONTRIBUTING.md": "CONTRIBUTING.md",
+        "SECURITY.md": "SECURITY.md",
         **{f"methods/{name}.md": f"src/partita/{path_of(name)}" for name in INDEX},
         **{
             str(path.relative_to(root)): str(path.relative_to(root))
