@@ -175,7 +175,7 @@ def table(study: Study, rows: Sequence[Row], metric: Metric) -> str:
             metric.text(statistics.fmean(row.spreads.values())) if row.spreads else MISSING,
             spread(row.worst.values(), metric),
             interval(difference, metric),
-            *(_p(value) for value in ((difference.p, difference.p_holm) if difference else (None, None))),
+            *(p_text(value) for value in ((difference.p, difference.p_holm) if difference else (None, None))),
             _mean(row.megabytes.values(), ",.1f"),
             _mean(row.seconds.values(), ".1f"),
         ]
@@ -318,7 +318,8 @@ def interval(difference: Difference | None, metric: Metric) -> str:
     return f"{mean} [{metric.text(difference.low)}, {metric.text(difference.high)}]"
 
 
-def _p(value: float | None) -> str:
+def p_text(value: float | None) -> str:
+    """Return a p value as tables show it."""
     return MISSING if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from playing.choice import read_runs
 from playing.study import read_study
-from playing.tables import interval, summarize
+from playing.tables import interval, p_text, summarize
 
 from partita.report.metric import metric_named
 from partita.report.tables import paired_difference
@@ -66,8 +66,7 @@ def contrasts(scores: Scores, wanted: Iterable[tuple[str, str]], metric: str) ->
     for after, before in wanted:
         seeds = sorted(set(scores[after]) & set(scores[before]))
         found = paired_difference([(scores[before][seed], scores[after][seed]) for seed in seeds])
-        p = "–" if found.p is None else "<0.001" if found.p < 0.001 else f"{found.p:.3f}"
-        rows.append(f"| `{after}` − `{before}` | {interval(found, shown)} | {p} | {found.n} |")
+        rows.append(f"| `{after}` − `{before}` | {interval(found, shown)} | {p_text(found.p)} | {found.n} |")
     return "\n".join(rows)
 
 
