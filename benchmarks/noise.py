@@ -52,7 +52,7 @@ def plain_sum(value: torch.Tensor, noise: torch.Tensor, std: float) -> torch.Ten
 
 
 def with_torch() -> AbstractContextManager[object]:
-    return patch.multiple(step_noise, block_noise=seeded_block, add_noise=plain_sum)
+    return patch.multiple(step_noise, block_noise=seeded_block, add_noise_once=plain_sum)
 
 
 def main() -> None:

@@ -126,6 +126,8 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "core/data.py": ("tests/core/test_client_rounds.py",),
     "core/dp_settings.py": PRIVATE,
     "core/noise.py": ("tests/core/test_chacha.py",),
+    "core/cuda_kernels.py": ("tests/core/test_chacha.py",),
+    "training/ghost_kernels.py": ("tests/training/test_ghost_blocks.py",),
     "core/versions.py": ("tests/core/test_laws_of_small_parts.py",),
     "core/memory.py": ("tests/core/test_memory.py",),
     "core/method.py": (

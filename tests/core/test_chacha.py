@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from kernel_on_cpu import CpuKernels
 from scipy import stats
 
 from partita.core import chacha
-from partita.core.noise import GRID_BITS, add_noise, gaussian_noise
+from partita.core.noise import (
+    _ADD_ONCE,
+    GRID_BITS,
+    _grid_exponent,
+    add_noise,
+    add_noise_once,
+    gaussian_noise,
+)
 from partita.core.rng import Key
 
 # RFC 8439, appendix A.1: the key stream of a zero key and nonce, blocks 0 and 1.
@@ -29,34 +35,30 @@ def test_cipher_stream_matches_rfc_8439() -> None:
     assert chacha._cipher_stream(bytes(32), 2) == RFC
 
 
-def test_gpu_kernel_source_compiled_for_cpu_computes_the_cipher_stream(tmp_path: Path) -> None:
-    """Compiles the kernel's C++ for the CPU. tests/training/test_devices.py runs the kernel itself on a GPU."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("there is no C++ compiler here")
-    key = int.from_bytes(KEYS[2], "little")
-    words = [key >> 64 * place & 2**64 - 1 for place in range(4)]
-    given = ", ".join(f"(long long){word}ull" for word in words)
-    main = f'int main() {{ for (long long i = 0; i < 64; i++) printf("%llu\\n", chacha20<long long>(i, {given})); }}'
-    (tmp_path / "kernel.cpp").write_text(f"#include <cstdio>\n{chacha._KERNEL}\n{main}\n")
-    subprocess.run([compiler, "-w", "-o", tmp_path / "kernel", tmp_path / "kernel.cpp"], check=True)
-    printed = subprocess.run([tmp_path / "kernel"], check=True, capture_output=True, text=True).stdout.split()
-    assert np.array(printed, np.uint64).tobytes() == chacha._cipher_stream(KEYS[2], 8)
+def test_gpu_kernels_compiled_for_cpu_compute_the_stream_and_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels' C++ on the CPU. tests/training/test_devices.py runs the kernels themselves on a GPU."""
+    kernels, cpu = CpuKernels(tmp_path), torch.device("cpu")
+    monkeypatch.setattr(chacha, "launch", kernels.launch)
+    chacha._check_kernels.__wrapped__(cpu)
+    keys, counts = [*KEYS, *KEYS, KEYS[1]], [9, 0, 64, 1, 17, 0, 8]
+    found = chacha._kernel_normals(keys, counts, cpu, 0.7)
+    torch.testing.assert_close(found, chacha.normal(keys, counts, std=0.7), rtol=1e-12, atol=1e-12)
+    assert kernels.launches[-1] == ("normals", 2 + 8 + 1 + 3 + 1), "one launch for all keys"
 
 
 def test_draws_do_not_depend_on_other_draws_of_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = [10, 0, 1000]
     together = chacha.normal(KEYS, counts)
-    apart = [chacha.normal([key], [count])[0] for key, count in zip(KEYS, counts, strict=True)]
+    apart = [chacha.normal([key], [count]) for key, count in zip(KEYS, counts, strict=True)]
     monkeypatch.setattr(chacha, "_PASS", 1)
-    in_passes = chacha.normal(KEYS, counts)
-    for one, other, third in zip(together, apart, in_passes, strict=True):
-        assert torch.equal(one, other)
-        assert torch.equal(one, third)
+    assert torch.equal(together, torch.cat(apart))
+    assert torch.equal(together, chacha.normal(KEYS, counts))
 
 
 def test_normal_draws_are_gaussian_and_uncorrelated() -> None:
-    draw = chacha.normal(KEYS[:1], [400_000])[0].numpy()
+    draw = chacha.normal(KEYS[:1], [400_000]).numpy()
     assert stats.kstest(draw, "norm").pvalue > 1e-4
     assert abs(float(stats.kurtosis(draw))) < 0.05
     assert np.sort(np.abs(draw))[-1] > 4.0, "the draws have tails"
@@ -83,7 +85,7 @@ def test_normal_draws_match_the_box_muller_formula() -> None:
         wanted += [radius * math.cos(angle) for radius, angle in zip(radii, angles, strict=True)]
         wanted += [radius * math.sin(angle) for radius, angle in zip(radii, angles, strict=True)]
     np.testing.assert_allclose(chacha._box_muller(torch.tensor(words)).numpy(), wanted, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(chacha.normal(KEYS[1:2], [395])[0].numpy(), wanted[16:411], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(chacha.normal(KEYS[1:2], [395]).numpy(), wanted[16:411], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -113,51 +115,41 @@ def test_bernoulli_is_true_strictly_below_the_probability() -> None:
         assert found.tolist() == [draw < probability for draw in draws]
 
 
-def test_kernel_receives_word_indices_and_key_words() -> None:
-    """A fake kernel on the CPU looks the words up in the library's stream. Equal lengths share a launch."""
-    streams = {key: torch.from_numpy(np.frombuffer(chacha._cipher_stream(key, 5), np.int64).copy()) for key in KEYS}
-    launches = []
-
-    def kernel(index: torch.Tensor, *words: torch.Tensor) -> torch.Tensor:
-        assert len(words) == 4
-        assert all(word.dtype == torch.int64 and word.shape == (len(words[0]), 1) for word in words)
-        launches.append(len(words[0]))
-        return torch.stack([streams[key.numpy().tobytes()][index] for key in torch.cat(words, 1)])
-
-    blocks, keys = [2, 0, 5, 2], [*KEYS[:3], KEYS[1]]
-    found = chacha._kernel_stream(kernel, keys, blocks, torch.device("cpu"))
-    for key, count, words in zip(keys, blocks, found, strict=True):
-        assert words.numpy().tobytes() == chacha._cipher_stream(key, count)
-    assert launches == [2, 1, 1]
-
-
 def test_normal_draws_use_the_requested_device(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-
-    def stream(keys: list[bytes], blocks: list[int], device: torch.device) -> list[torch.Tensor]:
-        asked.append(device.type)
-        return [torch.zeros(8 * count, dtype=torch.int64) for count in blocks]
-
-    monkeypatch.setattr(chacha, "_stream", stream)
-    chacha.normal(KEYS[:2], [10, 3], torch.device("cuda"))
+    monkeypatch.setattr(chacha, "_check_kernels", lambda device: asked.append(("check", device.type)))
+    monkeypatch.setattr(
+        chacha, "_kernel_normals", lambda keys, counts, device, std: asked.append((counts, device.type, std))
+    )
+    chacha.normal(KEYS[:2], [10, 3], torch.device("cuda"), 0.5)
+    assert asked == [("check", "cuda"), ([10, 3], "cuda", 0.5)]
     chacha.normal(KEYS[:2], [10, 3])
-    assert asked == ["cuda", "cpu"]
+    assert len(asked) == 2
 
 
-@pytest.mark.parametrize("wrong", [0, 1, 2**62])
-def test_gpu_kernel_with_a_different_stream_is_refused(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
-    def stream(kernel: object, keys: list[bytes], blocks: list[int], device: torch.device) -> list[torch.Tensor]:
-        words = torch.tensor(np.frombuffer(chacha._cipher_stream(keys[0], blocks[0]), np.int64).tolist())
-        words[-1] ^= wrong
-        return [words]
+@pytest.mark.parametrize("name", ["stream_words", "normals"])
+def test_gpu_kernels_with_different_results_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = CpuKernels(tmp_path)
 
-    monkeypatch.setattr(chacha, "create_jit_fn", lambda source: source)
-    monkeypatch.setattr(chacha, "_kernel_stream", stream)
-    if wrong:
-        with pytest.raises(chacha.CipherError, match="the stream of this GPU differs"):
-            chacha._kernel.__wrapped__()
-    else:
-        assert chacha._kernel.__wrapped__() == chacha._KERNEL
+    def wrong(source: str, own: str, count: int, *args: torch.Tensor | int) -> None:
+        kernels.launch(source, own, count, *args)
+        if own == name:
+            out = args[-2]
+            assert isinstance(out, torch.Tensor)
+            out[-1] += 1
+
+    monkeypatch.setattr(chacha, "launch", wrong)
+    with pytest.raises(chacha.CipherError, match="the stream of this GPU differs"):
+        chacha._check_kernels.__wrapped__(torch.device("cpu"))
+
+
+def test_draws_that_are_too_large_are_refused() -> None:
+    with pytest.raises(chacha.CipherError, match="one draw is limited to"):
+        chacha.normal(KEYS[:1], [8 * 2**32 + 1])
+    with pytest.raises(chacha.CipherError, match="a draw on a GPU is limited to"):
+        chacha._streams(KEYS[:2], [8 * 2**31, 8 * 2**31], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.013, 0.4, 1.0])
@@ -228,7 +220,7 @@ def test_each_name_gets_independent_noise() -> None:
         assert abs(float(np.corrcoef(drawn[one].numpy(), drawn[other].numpy())[0, 1])) < 0.6
     for name in like:
         assert torch.equal(gaussian_noise({name: like[name]}, Key(9), 2.0)[name], noise[name])
-        [alone] = chacha.normal([(Key(9) / name).digest(32)], [64])
+        alone = chacha.normal([(Key(9) / name).digest(32)], [64])
         assert torch.equal(2.0 * alone, noise[name].flatten())
 
 
@@ -248,3 +240,18 @@ def test_error_names_the_extra_when_cryptography_is_missing(monkeypatch: pytest.
     with pytest.raises(chacha.CipherError, match=r"pip install 'partita\[privacy\]'"):
         Key(0).poisson(5, 0.5)
     chacha._need.cache_clear()
+
+
+def test_kernel_adds_noise_as_the_cpu_does_and_overwrites_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    value, noise = 1e3 * torch.randn(50), gaussian_noise({"w": torch.empty(50)}, Key(1), 0.3)["w"]
+    held, released = noise.clone(), torch.empty(50)
+    CpuKernels(tmp_path).launch(_ADD_ONCE, "add_noise_once", 50, value, held, released, _grid_exponent(0.3))
+    assert torch.equal(released, add_noise(value, noise, 0.3))
+    assert bool(held.isnan().all())
+
+
+def test_noise_that_was_added_is_gone() -> None:
+    value, noise = torch.randn(5), gaussian_noise({"w": torch.empty(5)}, Key(1), 0.3)["w"]
+    wanted = add_noise(value, noise, 0.3)
+    assert torch.equal(add_noise_once(value, noise, 0.3), wanted)
+    assert bool(noise.isnan().all())

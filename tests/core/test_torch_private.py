@@ -6,6 +6,7 @@ If a new version of torch fails here, the test's name says what to replace in co
 from __future__ import annotations
 
 import ast
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from partita.core.torch_private import RecompileLimitError, limit_recompiles, ow
 
 PACKAGE = Path(torch_private.__file__).parent.parent
 IMPORTED = {"annotations", "contextmanager", "Iterator", "Tensor", "nn", "torch"}
-WRAPPED = {"_is_view", "_parameters", "jiterator"}  # private names that are reached from a value, not from torch
+WRAPPED = {"_is_view", "_parameters"}  # private names that are reached from a value, not from torch
 LEFT = [-1.0, 2.0, 3.0]
 RIGHT = [4.0, -5.0, 6.0]
 
@@ -149,10 +150,12 @@ def test_vmap_warns_where_it_runs_client_by_client() -> None:
 
 
 def test_a_kernel_is_made_from_source() -> None:
-    twice = torch_private.create_jit_fn("template <typename T> T twice(T value) { return 2 * value; }")
-    assert callable(twice)
+    assert [*inspect.signature(torch_private.compile_kernel).parameters][:2] == ["kernel_source", "kernel_name"]
     if torch.cuda.is_available():
-        assert twice(torch.ones(1, device="cuda")).item() == 2
+        source = 'extern "C" __global__ void twice(float* value, int count) { value[threadIdx.x] *= count; }'
+        value = torch.ones(1, device="cuda")
+        torch_private.compile_kernel(source, "twice")(grid=(1, 1, 1), block=(1, 1, 1), args=[value, 2])
+        assert value.item() == 2
 
 
 def test_more_programs_than_the_limit_are_an_error() -> None:
@@ -166,7 +169,7 @@ def test_more_programs_than_the_limit_are_an_error() -> None:
 
 def test_every_name_has_a_test() -> None:
     others = {"fused_adamw_", "is_view", "is_batchedtensor", "is_gradtrackingtensor", "own_parameters"}
-    others |= {"create_jit_fn", "limit_recompiles", "RecompileLimitError", "vmap_fallback_warnings"}
+    others |= {"compile_kernel", "limit_recompiles", "RecompileLimitError", "vmap_fallback_warnings"}
     others |= {"version", "without_vmap", "client_dimension"}
     public = {name for name in vars(torch_private) if not name.startswith("_")} - IMPORTED
     assert public == {*OUT_OF_PLACE, *IN_PLACE, *others}
@@ -196,7 +199,7 @@ def private_names(source: str) -> list[str]:
         "from torch import _dynamo",
         "from torch._C import f",
         "import torch._dynamo",
-        "torch.cuda.jiterator",
+        "torch.cuda._compile_kernel",
         "part._parameters",
         "(a + b)._is_view()",
     ],

@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).resolve().parent.parent.parent / "src" / "partita"
 # Each line may import itself and the lines above it.
 CORE = [
     ["core.torch_private", "core.hub", "core.layer_compiler", "core.sharing"],
-    ["core.packed", "core.chacha", "core.outside_vmap"],
+    ["core.packed", "core.cuda_kernels", "core.outside_vmap"],
+    ["core.chacha"],
     ["core.tensors", "core.rng", "core.options", "core.memory", "core.discrete_gaussian"],
     ["core.keyed_bits"],
     ["core.own_code"],

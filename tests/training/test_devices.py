@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -15,9 +16,8 @@ from graph_fixtures import train_with_graphs as play_graphs
 from helpers import Clients, max_difference, small_config, toy_model, toy_run
 
 from partita import AdamW
-from partita.core import chacha
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.noise import add_noise, gaussian_noise
+from partita.core.noise import add_noise, add_noise_once, gaussian_noise
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, rounds
 from partita.engines.autotune import choose_graphs
@@ -25,7 +25,8 @@ from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder
 from partita.experiment.runner import resume, start
 from partita.methods.fedavg import fedavg
-from partita.training.ghost_layers import product, sum_of_products
+from partita.training.ghost_kernels import scaled_parts
+from partita.training.ghost_layers import product
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -77,10 +78,7 @@ def test_two_workers_on_one_gpu_give_the_result_of_one(method: str, engine: dict
 
 @on_a_gpu
 def test_gpu_noise_equals_cpu_noise() -> None:
-    """The cipher bit for bit; Gaussian draws up to float64 rounding, which the release grid removes."""
-    keys, blocks = [bytes(range(start, start + 32)) for start in (0, 7)], [3, 1000]
-    there, here = (chacha._stream(keys, blocks, torch.device(name)) for name in ("cuda", "cpu"))
-    assert all(torch.equal(one.cpu(), other) for one, other in zip(there, here, strict=True))
+    """Up to float64 rounding, which the release grid removes. The first draw compares the ciphers bit for bit."""
     like = {"w": torch.zeros(300, 70), "b": torch.zeros(7)}
     noises = [
         gaussian_noise({name: value.to(device) for name, value in like.items()}, Key(3), 0.5)
@@ -109,15 +107,27 @@ def test_private_round_on_a_gpu_matches_a_cpu_up_to_rounding() -> None:
 
 
 @on_a_gpu
-def test_half_precision_products_on_a_gpu_are_as_exact_as_in_float32() -> None:
+def test_weighted_gradients_in_half_precision_are_exact_and_never_longer_on_a_gpu() -> None:
     draw = torch.Generator().manual_seed(0)
-    given = torch.randn(2, 300, 40, generator=draw).bfloat16()
-    weights = 1e3 * torch.randn(2, 300, 30, generator=draw)
-    exact = weights.double().mT @ given.double()
-    found = sum_of_products(weights.cuda(), given.cuda()).cpu().double()
-    scale = weights.double().abs().mT @ given.double().abs()  # what it would be if nothing canceled
-    assert float(((found - exact).abs() / scale).max()) < 1e-6
-    assert product(given.cuda(), given.cuda().mT).dtype == torch.float32
+    given = (1e3 * torch.randn(2, 5, 3, 16, generator=draw)).bfloat16()
+    given[0, 1] = math.nan
+    shares = torch.rand(2, 5, generator=draw)
+    shares[0, 1], shares[0, 2], shares[1, 0] = 0.0, 1.0, 1e-30
+    first, second = (part.cpu().double() for part in scaled_parts(given.cuda(), shares.cuda()))
+    weights = shares.numpy().view("int32") & -(2**16)  # rounded down to 8 bits
+    wanted = given.double() * torch.from_numpy(weights.view("float32")).double()[:, :, None, None]
+    assert torch.equal((first + second)[shares > 1e-20], wanted[shares > 1e-20])
+    assert not (first + second)[0, 1].any()
+    assert product(given[0].cuda(), given[0].mT.cuda()).dtype == torch.float32
+
+
+@on_a_gpu
+@pytest.mark.parametrize("std", [0.3, 2.0])
+def test_noise_is_added_on_a_gpu_as_on_a_cpu_and_then_gone(std: float) -> None:
+    value, noise = torch.randn(3, 1001), gaussian_noise({"w": torch.empty(3, 1001)}, Key(1), std)["w"]
+    held = noise.cuda()
+    assert torch.equal(add_noise_once(value.cuda(), held, std).cpu(), add_noise(value, noise, std))
+    assert bool(held.isnan().all())
 
 
 @on_a_gpu

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ghost_fixtures import KINDS, TextClients, tiny_batch, tiny_model
 from helpers import final_params, max_difference, play, toy_run
+from kernel_on_cpu import CpuKernels
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,11 +28,11 @@ from partita.methods import build
 from partita.models.adapter import from_module
 from partita.models.pretrained import seeded
 from partita.tasks import LM, chunked_loss
-from partita.training import ghost_layers, private_gradients
+from partita.training import ghost_kernels, ghost_layers, private_gradients
 from partita.training.client_axis import VmapError
 from partita.training.dp_sgd import gradient_of_one
 from partita.training.ghost_clipping import ghost_sum
-from partita.training.ghost_layers import GhostError, bfloat16_parts, sum_of_products
+from partita.training.ghost_layers import GhostError
 
 CLIP = DPSGDSettings(clip=1.0, noise=0.0)
 
@@ -261,14 +264,23 @@ def test_norms_from_inner_products_are_not_too_small() -> None:
     assert worst > 100, "otherwise the allowance is not needed"
 
 
-def test_a_float32_number_is_the_sum_of_three_bfloat16_numbers() -> None:
+def test_weighted_bfloat16_numbers_are_two_bfloat16_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernel's source on the CPU."""
+    monkeypatch.setattr(ghost_kernels, "launch", CpuKernels(tmp_path).launch)
     draw = torch.Generator().manual_seed(0)
-    value = torch.randn(1000, generator=draw) * 10.0 ** torch.randint(-20, 20, (1000,), generator=draw)
-    parts = bfloat16_parts(value)
-    assert [part.dtype for part in parts] == [torch.bfloat16] * 3
-    assert torch.equal(sum(part.double() for part in parts), value.double())
-    left, right = torch.randn(2, 5, 3, generator=draw), torch.randn(2, 5, 4, generator=draw)
-    torch.testing.assert_close(sum_of_products(left, right), left.mT @ right)
+    given = (1e3 * torch.randn(2, 3, 2, 8, generator=draw)).bfloat16()
+    given[0, 1] = math.nan
+    shares = torch.tensor([[0.3, 0.0, 1.0], [0.9999, 1e-3, 2**-0.5]])
+    first, second = ghost_kernels.scaled_parts(given, shares)
+    weights = (first + second.double())[:, :, 0, 0] / given[:, :, 0, 0].double()
+    kept = shares != 0
+    assert bool((weights[kept] <= shares[kept]).all())
+    assert bool((weights[kept] > shares[kept] * (1 - 2**-7)).all())
+    wanted = (given.double() * weights[:, :, None, None]).nan_to_num(0.0)
+    assert torch.equal(first + second.double(), wanted)
+    assert torch.equal(weights[kept].float().bfloat16().double(), weights[kept])
 
 
 # ---- uses of parameters

@@ -1,7 +1,7 @@
 """Cryptographically secure random numbers from a 256-bit key: the ChaCha20 stream cipher (RFC 8439).
 
-On a CPU the cipher comes from the `cryptography` package. On a GPU a kernel computes it; it is checked against that
-package before its first use. Both give the same bits, so a run draws the same noise on any device.
+On a CPU the cipher comes from the `cryptography` package. On a GPU a kernel computes it and the numbers from it; it is
+checked against the CPU before its first use. Both have the same stream, so a run draws the same noise on any device.
 
 Normal numbers are computed in float64 with the Box-Muller transform from 64-bit integers. They reach 9.4 standard
 deviations. Released values are rounded to a grid that is far coarser than float64 (`noise.add_noise`).
@@ -10,7 +10,7 @@ deviations. Released values are rounded to a grid that is far coarser than float
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from partita.core.torch_private import create_jit_fn
+from partita.core.cuda_kernels import MAX_THREADS, THREAD, launch
 
 KEY_BYTES = 32
 BLOCK_BYTES = 64
@@ -28,17 +28,24 @@ MAX_BLOCKS = 2**32  # the cipher counts blocks in 32 bits
 _CPU = torch.device("cpu")
 _PIECE = 2**18  # bytes of a piece of the stream: it stays in the processor's cache until it is used
 _PASS = 2**21  # blocks that are processed together: 128 MiB of stream, and as much again for each temporary
-# Each thread returns one 64-bit word of the stream. Eight threads compute the same block: arithmetic is cheaper than
-# memory access.
-_KERNEL = r"""
-template <typename T> T chacha20(T index, T key0, T key1, T key2, T key3) {
-    typedef unsigned int u32;
-    typedef unsigned long long u64;
-    u64 key[4] = {(u64)key0, (u64)key1, (u64)key2, (u64)key3};
+# Each thread computes one block of a stream. `table` has one row per stream: four words of the key, the number of blocks
+# and the number of numbers of all streams before it, and its own number of numbers.
+_KERNELS = (
+    THREAD
+    + r"""
+__device__ u32 find_stream(const long long* table, u64 block, int streams) {
+    u32 low = 0, high = streams;  // the last stream that starts at this block or before
+    while (high - low > 1) {
+        u32 middle = (low + high) / 2;
+        if ((u64)table[7 * middle + 4] <= block) low = middle; else high = middle;
+    }
+    return low;
+}
+__device__ void chacha20(const long long* key, u32 counter, u64* words) {
     u32 start[16] = {0x61707865u, 0x3320646eu, 0x79622d32u, 0x6b206574u};
     #pragma unroll
-    for (int i = 0; i < 8; i++) start[4 + i] = (u32)(key[i / 2] >> 32 * (i % 2));
-    start[12] = (u32)(index >> 3);
+    for (int i = 0; i < 8; i++) start[4 + i] = (u32)((u64)key[i / 2] >> 32 * (i % 2));
+    start[12] = counter;
     start[13] = start[14] = start[15] = 0;
     u32 x[16];
     #pragma unroll
@@ -50,13 +57,33 @@ template <typename T> T chacha20(T index, T key0, T key1, T key2, T key3) {
         QUARTER(0, 4, 8, 12) QUARTER(1, 5, 9, 13) QUARTER(2, 6, 10, 14) QUARTER(3, 7, 11, 15)
         QUARTER(0, 5, 10, 15) QUARTER(1, 6, 11, 12) QUARTER(2, 7, 8, 13) QUARTER(3, 4, 9, 14)
     }
-    u64 word = 0;
     #pragma unroll
     for (int i = 0; i < 8; i++)
-        if ((index & 7) == i) word = (u64)(x[2 * i] + start[2 * i]) | (u64)(x[2 * i + 1] + start[2 * i + 1]) << 32;
-    return (T)word;
+        words[i] = (u64)(x[2 * i] + start[2 * i]) | (u64)(x[2 * i + 1] + start[2 * i + 1]) << 32;
+}
+extern "C" __global__ void stream_words(const long long* table, u64* out, int streams, int blocks) {
+    THREAD(blocks)
+    const long long* row = table + 7 * find_stream(table, thread, streams);
+    chacha20(row, (u32)(thread - row[4]), out + 8 * thread);
+}
+extern "C" __global__ void normals(
+    const long long* table, const double* std, double* out, int streams, int blocks
+) {
+    THREAD(blocks)
+    const long long* row = table + 7 * find_stream(table, thread, streams);
+    u64 words[8], block = thread - row[4];
+    chacha20(row, (u32)block, words);
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {  // as in _box_muller
+        double radius = sqrt(-2.0 * log(((double)(long long)(words[i] & 0x7fffffffffffffffull) + 0.5) * 0x1p-63));
+        double angle = (double)(long long)words[4 + i] * (6.283185307179586 * 0x1p-64);
+        long long place = 8 * block + i;
+        if (place < row[6]) out[row[5] + place] = radius * cos(angle) * *std;
+        if (place + 4 < row[6]) out[row[5] + place + 4] = radius * sin(angle) * *std;
+    }
 }
 """
+)
 
 
 class CipherError(ValueError):
@@ -84,28 +111,37 @@ def integers(key: bytes, count: int) -> NDArray[np.uint64]:
     return np.frombuffer(_cipher_stream(key, -(-count // NORMALS)), np.uint64)[:count]
 
 
-def normal(keys: Sequence[bytes], counts: Sequence[int], device: torch.device | None = None) -> list[Tensor]:
-    """Draw independent standard normal numbers.
+def normal(
+    keys: Sequence[bytes], counts: Sequence[int], device: torch.device | None = None, std: float = 1.0
+) -> Tensor:
+    """Draw independent normal numbers with mean 0.
 
     Args:
         keys: 32 bytes each. The same key always gives the same numbers.
         counts: How many numbers to draw with each key.
         device: Where to compute; None for the CPU.
+        std: The standard deviation.
 
     Returns:
-        One float64 tensor of shape (count,) for each key.
+        The numbers of all keys, one after another, in float64.
 
     Raises:
         CipherError: If a count is too large, the package `cryptography` is missing, or the GPU kernel is wrong.
     """
     device = device or _CPU
-    drawn: list[Tensor] = []
+    blocks = [-(-count // NORMALS) for count in counts]
+    if max(blocks, default=0) > MAX_BLOCKS:
+        raise CipherError(f"one draw is limited to {MAX_BLOCKS * NORMALS:,} numbers; split the tensor")
+    if device.type != "cpu":
+        _check_kernels(device)
+        return _kernel_normals(keys, counts, device, std)
+    drawn = torch.empty(sum(counts), dtype=torch.float64)
+    parts = iter(drawn.split(list(counts)))
     for first, last in _passes(counts):
-        pass_counts = counts[first:last]
-        blocks = [-(-count // NORMALS) for count in pass_counts]
-        numbers = _box_muller(torch.cat(_stream(keys[first:last], blocks, device)))
-        parts = torch.split(numbers, [count * NORMALS for count in blocks])
-        drawn += [part[:count] for part, count in zip(parts, pass_counts, strict=True)]
+        words = torch.cat([_cpu_stream(*pair) for pair in zip(keys[first:last], blocks[first:last], strict=True)])
+        numbers = _box_muller(words).mul_(std).split([count * NORMALS for count in blocks[first:last]])
+        for own, part in zip(numbers, parts, strict=False):  # in this order: `parts` goes on in the next pass
+            part.copy_(own[: len(part)])
     return drawn
 
 
@@ -151,14 +187,9 @@ def _box_muller(words: Tensor) -> Tensor:
     return torch.cat([radii * angles.cos(), radii * angles.sin()], dim=1).flatten()
 
 
-def _stream(keys: Sequence[bytes], blocks: Sequence[int], device: torch.device) -> list[Tensor]:
-    """The cipher's stream for each key as int64, eight words per block."""
-    if max(blocks, default=0) > MAX_BLOCKS:
-        raise CipherError(f"one draw is limited to {MAX_BLOCKS * NORMALS:,} numbers; split the tensor")
-    if device.type == "cpu":
-        streams = (np.frombuffer(_cipher_stream(*pair), np.int64) for pair in zip(keys, blocks, strict=True))
-        return [torch.from_numpy(np.array(words)) for words in streams]
-    return _kernel_stream(_kernel(), keys, blocks, device)
+def _cpu_stream(key: bytes, blocks: int) -> Tensor:
+    """The cipher's stream as int64, eight words per block."""
+    return torch.from_numpy(np.array(np.frombuffer(_cipher_stream(key, blocks), np.int64)))
 
 
 def _cipher_stream(key: bytes, blocks: int) -> bytes:
@@ -169,33 +200,40 @@ def _cipher_stream(key: bytes, blocks: int) -> bytes:
     return stream
 
 
-def _kernel_stream(
-    kernel: Callable[..., Tensor], keys: Sequence[bytes], blocks: Sequence[int], device: torch.device
-) -> list[Tensor]:
-    index = torch.arange(NORMALS * max(blocks), device=device)
-    words = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int64).view(-1, 4).to(device)
-    # One launch for all streams of the same length: the clients of a block, and layers that are alike.
-    places: dict[int, list[int]] = {}
-    for place, count in enumerate(blocks):
-        places.setdefault(count, []).append(place)
-    streams: dict[int, Tensor] = {}
-    for count, own in places.items():
-        rows = kernel(index[: NORMALS * count], *words[own].unsqueeze(2).unbind(1))  # (stream, word)
-        streams.update(zip(own, rows.unbind(), strict=True))
-    return [streams[place] for place in range(len(blocks))]
+def _kernel_normals(keys: Sequence[bytes], counts: Sequence[int], device: torch.device, std: float) -> Tensor:
+    """The same numbers as on a CPU, in one launch for all keys."""
+    out = torch.empty(sum(counts), dtype=torch.float64, device=device)
+    table, blocks = _streams(keys, counts, device)
+    scale = torch.full((1,), std, dtype=torch.float64, device=device)
+    launch(_KERNELS, "normals", blocks, table, scale, out, len(keys))
+    return out
+
+
+def _streams(keys: Sequence[bytes], counts: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
+    """The table of streams that the kernels read, (stream, 7), and the number of their blocks together."""
+    own = np.array(counts, np.int64).reshape(-1, 1)
+    blocks = -(-own // NORMALS)
+    if blocks.sum() > MAX_THREADS:
+        raise CipherError(f"a draw on a GPU is limited to {MAX_THREADS * NORMALS:,} numbers; split the tensors")
+    words = np.frombuffer(b"".join(keys), np.int64).reshape(-1, 4)
+    table = np.concatenate([words, blocks.cumsum(0) - blocks, own.cumsum(0) - own, own], 1)
+    return torch.from_numpy(table).to(device), int(blocks.sum())
 
 
 @cache
-def _kernel() -> Callable[..., Tensor]:
-    """The compiled kernel, after a check against the library: a wrong stream would break privacy."""
-    kernel: Callable[..., Tensor] = create_jit_fn(_KERNEL)
-    key, blocks = bytes(range(KEY_BYTES)), 40
-    [words] = _kernel_stream(kernel, [key], [blocks], torch.device("cuda"))
-    if words.cpu().numpy().tobytes() != _cipher_stream(key, blocks):
+def _check_kernels(device: torch.device) -> None:
+    """Compare the kernels with the CPU before their first use: a wrong stream would break privacy."""
+    keys, counts = [bytes(range(start, start + KEY_BYTES)) for start in (0, 7)], [321, 8]
+    table, blocks = _streams(keys, counts, device)
+    words = torch.empty(NORMALS * blocks, dtype=torch.int64, device=device)
+    launch(_KERNELS, "stream_words", blocks, table, words, len(keys))
+    streams = [_cipher_stream(key, -(-count // NORMALS)) for key, count in zip(keys, counts, strict=True)]
+    numbers = _kernel_normals(keys, counts, device, 0.5).cpu()
+    same = words.cpu().numpy().tobytes() == b"".join(streams)
+    if not (same and torch.allclose(numbers, normal(keys, counts, std=0.5), rtol=1e-12, atol=1e-12)):
         raise CipherError(
             "the stream of this GPU differs from that of the package cryptography; set engine.device = 'cpu'"
         )
-    return kernel
 
 
 @cache

@@ -9,9 +9,24 @@ import torch
 from torch import Tensor
 
 from partita.core import chacha
+from partita.core.cuda_kernels import MAX_THREADS, THREAD, launch
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 
+# `add_noise` in one pass, in the same float64 arithmetic: the grid is a power of two.
+_ADD_ONCE = (
+    THREAD
+    + r"""
+extern "C" __global__ void add_noise_once(
+    const float* value, double* noise, float* noisy, int exponent, int count
+) {
+    THREAD(count)
+    double grid = ldexp(1.0, exponent);
+    noisy[thread] = (float)(rint(((double)value[thread] + noise[thread]) / grid) * grid);
+    noise[thread] = nan("");
+}
+"""
+)
 GRID_BITS = 10  # bits of a noisy sum that are kept below the standard deviation of its noise
 
 
@@ -39,10 +54,9 @@ def block_noise(like: Tensors, keys: Sequence[Key], std: float) -> Tensors:
     digests = [(key / name).digest(chacha.KEY_BYTES) for name in like for key in keys]
     counts = [value.numel() for value in like.values() for _ in keys]
     device = next((value.device for value in like.values()), None)
-    drawn = iter(chacha.normal(digests, counts, device))
+    drawn = chacha.normal(digests, counts, device, std).split([len(keys) * value.numel() for value in like.values()])
     return {
-        name: torch.stack([next(drawn) for _ in keys]).mul_(std).view(len(keys), *value.shape)
-        for name, value in like.items()
+        name: part.view(len(keys), *value.shape) for (name, value), part in zip(like.items(), drawn, strict=True)
     }
 
 
@@ -53,5 +67,27 @@ def add_noise(value: Tensor, noise: Tensor, std: float) -> Tensor:
     in float64 and the grid is 2**42 times coarser than its precision, so every grid point can be reached from every
     value. Rounding is post-processing, so it costs no privacy; it adds less than 1e-7 of the noise's variance.
     """
-    grid = 2.0 ** (math.floor(math.log2(std)) - GRID_BITS)
+    grid = 2.0 ** _grid_exponent(std)
     return ((value.double() + noise) / grid).round_().mul_(grid).to(value.dtype)
+
+
+def add_noise_once(value: Tensor, noise: Tensor, std: float) -> Tensor:
+    """Return `add_noise(value, noise, std)`, and overwrite the noise with NaN.
+
+    Args:
+        value: The value.
+        noise: Contiguous float64 noise of the same shape.
+        std: The standard deviation.
+    """
+    if value.is_cuda and value.dtype == torch.float32 and value.numel() <= MAX_THREADS:
+        value = value.contiguous()
+        noisy = torch.empty_like(value)
+        launch(_ADD_ONCE, "add_noise_once", value.numel(), value, noise, noisy, _grid_exponent(std))
+        return noisy
+    noisy = add_noise(value, noise, std)
+    noise.fill_(math.nan)
+    return noisy
+
+
+def _grid_exponent(std: float) -> int:
+    return math.floor(math.log2(std)) - GRID_BITS

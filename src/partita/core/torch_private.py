@@ -15,7 +15,7 @@ public replacement, where there is one.
     is_gradtrackingtensor  whether a function runs under torch.func.grad
     own_parameters         the dict that a module reads its parameters from             torch.func.functional_call
     vmap_fallback_warnings torch.vmap warns where it runs an operation client by client
-    create_jit_fn          compiles a CUDA kernel from source
+    compile_kernel         compiles a CUDA kernel from source
     limit_recompiles       number of programs that torch.compile may make of a function
 """
 
@@ -46,7 +46,7 @@ foreach_sub = torch._foreach_sub
 foreach_sub_ = torch._foreach_sub_
 foreach_zero_ = torch._foreach_zero_
 fused_adamw_ = torch._fused_adamw_
-create_jit_fn = torch.cuda.jiterator._create_jit_fn
+compile_kernel = torch.cuda._compile_kernel
 
 
 class RecompileLimitError(RuntimeError):

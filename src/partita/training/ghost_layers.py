@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from partita.core import tensors
+from partita.training.ghost_kernels import can_split, scaled_parts
 
 CHUNK = 2**24  # numbers of a temporary tensor: examples are processed in chunks of this size
 
@@ -207,11 +208,18 @@ def _linear_squares(given: Tensor, grad: Tensor) -> Tensor:
 
 
 def _linear_sum(given: Tensor, grad: Tensor, shares: Tensor) -> Tensor:
-    """The sum over all tokens of output gradient times input, (client, output, input), weighted by example."""
+    """The sum over all tokens of output gradient times input, (client, output, input), weighted by example.
+
+    Rounding the weighted gradients to bfloat16 could make an example's contribution longer than the clip: terms of
+    different tokens can cancel, and their errors do not. So the weight is rounded down instead (`scaled_parts`).
+    """
     if given.shape[3] < grad.shape[3]:  # scale the narrower one
         return _linear_sum(grad, given, shares).mT.contiguous()
-    kept = given.masked_fill((shares == 0).unsqueeze(2).unsqueeze(3), 0.0)
-    return sum_of_products(_scaled(grad, shares).flatten(1, 2), kept.flatten(1, 2))
+    kept = given.masked_fill((shares == 0).unsqueeze(2).unsqueeze(3), 0.0).flatten(1, 2)
+    if can_split(grad) and kept.dtype == torch.bfloat16:
+        first, second = (product(part.flatten(1, 2).mT, kept) for part in scaled_parts(grad, shares))
+        return first.add_(second)
+    return product(_scaled(grad, shares).flatten(1, 2).mT, kept)
 
 
 def _embedding_squares(tokens: Tensor, grad: Tensor) -> Tensor:
@@ -272,25 +280,3 @@ def product(left: Tensor, right: Tensor) -> Tensor:
         return torch.bmm(left, right, out_dtype=torch.float32)
     high = torch.promote_types(_high(left), right.dtype)
     return torch.bmm(left.to(high), right.to(high))
-
-
-def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
-    """Return `left.mT @ right` for batches of matrices in float32 or higher, as exact as in float32.
-
-    Rounding the weighted gradients to bfloat16 could make an example's contribution longer than the clip: terms of
-    different tokens can cancel, and their errors do not. A float32 number is the sum of three bfloat16 numbers, so a
-    GPU computes three fast products.
-    """
-    if not (left.is_cuda and left.dtype == torch.float32 and right.dtype == torch.bfloat16):
-        return product(left.mT, right)
-    first, second, third = (product(part.mT, right) for part in bfloat16_parts(left))
-    return first.add_(second).add_(third)
-
-
-def bfloat16_parts(value: Tensor) -> list[Tensor]:
-    """Return three bfloat16 tensors whose sum is a float32 tensor."""
-    parts = []
-    for _ in range(3):
-        parts.append(value.bfloat16())
-        value = value - parts[-1]
-    return parts

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from partita.core.noise import add_noise, block_noise
+from partita.core.noise import add_noise_once, block_noise
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.core.torch_private import foreach_copy_
@@ -56,6 +56,6 @@ class StepNoise:
         noisy = {}
         for name, value in sums.items():
             noise = self.held[name][:count]
-            noisy[name] = add_noise(value, noise if self.axis.many else noise[0], self.std)
-            self.held[name].fill_(math.nan)
+            noisy[name] = add_noise_once(value, noise if self.axis.many else noise[0], self.std)
+            self.held[name][count:].fill_(math.nan)
         return noisy
