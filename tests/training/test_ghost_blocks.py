@@ -264,9 +264,7 @@ def test_norms_from_inner_products_are_not_too_small() -> None:
     assert worst > 100, "otherwise the allowance is not needed"
 
 
-def test_weighted_bfloat16_numbers_are_two_bfloat16_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weighted_bfloat16_numbers_are_two_bfloat16_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernel's source on the CPU."""
     monkeypatch.setattr(ghost_kernels, "launch", CpuKernels(tmp_path).launch)
     draw = torch.Generator().manual_seed(0)

@@ -28,8 +28,8 @@ MAX_BLOCKS = 2**32  # the cipher counts blocks in 32 bits
 _CPU = torch.device("cpu")
 _PIECE = 2**18  # bytes of a piece of the stream: it stays in the processor's cache until it is used
 _PASS = 2**21  # blocks that are processed together: 128 MiB of stream, and as much again for each temporary
-# Each thread computes one block of a stream. `table` has one row per stream: four words of the key, the number of blocks
-# and the number of numbers of all streams before it, and its own number of numbers.
+# Each thread computes one block of a stream. `table` has one row per stream: four words of the key, how many blocks and
+# how many numbers the streams before it have, and how many numbers it has itself.
 _KERNELS = (
     THREAD
     + r"""
@@ -136,10 +136,10 @@ def normal(
         _check_kernels(device)
         return _kernel_normals(keys, counts, device, std)
     drawn = torch.empty(sum(counts), dtype=torch.float64)
-    parts = iter(drawn.split(list(counts)))
+    parts = iter(torch.split(drawn, list(counts)))
     for first, last in _passes(counts):
         words = torch.cat([_cpu_stream(*pair) for pair in zip(keys[first:last], blocks[first:last], strict=True)])
-        numbers = _box_muller(words).mul_(std).split([count * NORMALS for count in blocks[first:last]])
+        numbers = torch.split(_box_muller(words).mul_(std), [count * NORMALS for count in blocks[first:last]])
         for own, part in zip(numbers, parts, strict=False):  # in this order: `parts` goes on in the next pass
             part.copy_(own[: len(part)])
     return drawn

@@ -55,9 +55,7 @@ def block_noise(like: Tensors, keys: Sequence[Key], std: float) -> Tensors:
     counts = [value.numel() for value in like.values() for _ in keys]
     device = next((value.device for value in like.values()), None)
     drawn = chacha.normal(digests, counts, device, std).split([len(keys) * value.numel() for value in like.values()])
-    return {
-        name: part.view(len(keys), *value.shape) for (name, value), part in zip(like.items(), drawn, strict=True)
-    }
+    return {name: part.view(len(keys), *value.shape) for (name, value), part in zip(like.items(), drawn, strict=True)}
 
 
 def add_noise(value: Tensor, noise: Tensor, std: float) -> Tensor:
