@@ -54,8 +54,9 @@ def block_noise(like: Tensors, keys: Sequence[Key], std: float) -> Tensors:
     digests = [(key / name).digest(chacha.KEY_BYTES) for name in like for key in keys]
     counts = [value.numel() for value in like.values() for _ in keys]
     device = next((value.device for value in like.values()), None)
-    drawn = chacha.normal(digests, counts, device, std).split([len(keys) * value.numel() for value in like.values()])
-    return {name: part.view(len(keys), *value.shape) for (name, value), part in zip(like.items(), drawn, strict=True)}
+    drawn = chacha.normal(digests, counts, device, std)
+    parts = torch.split(drawn, [len(keys) * value.numel() for value in like.values()])
+    return {name: part.view(len(keys), *like[name].shape) for name, part in zip(like, parts, strict=True)}
 
 
 def add_noise(value: Tensor, noise: Tensor, std: float) -> Tensor:

@@ -55,8 +55,8 @@ def can_split(given: Tensor) -> bool:
 def scaled_parts(given: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
     """Return two bfloat16 tensors whose sum is `given` times a weight for its example; 0 where the weight is 0.
 
-    The weights are the shares, rounded down to what bfloat16 can hold: at most 0.8% less. Then the sum is exact, since a
-    product of two bfloat16 numbers has 16 significant bits, and a clipped gradient does not get longer than the clip.
+    The weights are the shares, rounded down to what bfloat16 can hold: at most 0.8% less. Then the sum is exact, since
+    the product of two bfloat16 numbers has 16 significant bits. So a clipped gradient is not longer than the clip.
 
     Args:
         given: bfloat16 numbers (client, example, token, width), for which `can_split` is true.
