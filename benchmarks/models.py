@@ -1,8 +1,8 @@
 """All parameters of real models in training: partita against a careful bare loop, and against the card's rate.
 
 Works: a BERT of 6 layers x 384, ViT-B/16 at 224 px, and a LLaMA of 135M parameters, as transformers builds them. Their
-weights and inputs are random. A round is `--clients` clients, each with `--steps` AdamW steps. The bare loop trains one client
-after another with autocast and fused AdamW, also compiled.
+weights and inputs are random. A round is `--clients` clients, each with `--steps` AdamW steps. The bare loop trains one
+client after another with autocast and fused AdamW, also compiled.
 
 Each side runs in a process of its own, with the compiler's cache on disk empty at the start of the work: the first
 round of a compiled side is a cold start. "again" repeats that side in a new process with the cache that the first left.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +353,31 @@ def test_runs_of_one_process_share_image_features() -> None:
             _, (third,) = cache_frozen(model, table)
             assert not third.computed
             assert not torch.equal(third.take(torch.arange(ROWS)).inputs[CACHED_STATES], states)
+    finally:
+        share_between_runs(0)
+
+
+@pytest.mark.parametrize("case", ["bert-text", "vit-image"])
+def test_runs_of_one_process_share_the_states_of_frozen_layers(case: str) -> None:
+    """Also if layers above them differ. Other weights below, other inputs or another depth are computed."""
+    table = make_table(case)
+    share_between_runs(2**30)
+    try:
+        model = frozen_model(case)
+        _, (first,) = cache_frozen(model, table)
+        states = first.take(torch.arange(ROWS)).inputs[CACHED_STATES]
+        _, (second,) = cache_frozen(replace(model, initial=perturbed(model.initial)), make_table(case))
+        assert second.computed == {0}
+        assert torch.equal(second.take(torch.arange(ROWS)).inputs[CACHED_STATES], states)
+        changed, deeper = frozen_model(case), make_model(case, (*LOWEST, "layer.1"))
+        with torch.no_grad():
+            next(iter(changed.module.base_model.parameters())).add_(0.1)
+        others = [(changed, table), (deeper, table)]
+        if case == "bert-text":
+            others.append((model, make_table(case, (9, 3, 2, 4))))
+        for other, rows in others:
+            _, (third,) = cache_frozen(other, rows)
+            assert not third.computed
     finally:
         share_between_runs(0)
 

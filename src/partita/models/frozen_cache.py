@@ -162,21 +162,32 @@ def _cached(examples: Examples, lower: Callable[[Tensors], Tensor], input_name: 
 
 
 def _shared(model: Model, cached: CachedExamples) -> CachedExamples:
-    """Let runs of this process share the image features of a dual encoder, if the process asks for it."""
-    inputs: Tensors | None = getattr(cached.examples, "inputs", None)  # of a table in memory
-    if inputs is None or not isinstance(model, DualEncoder | PromptModel):
+    """Let runs of this process share states of equal weights and inputs, if the process asks for it."""
+    inputs = _inputs_in_memory(cached.examples)
+    if inputs is None:
         return cached
     transform = getattr(cached.examples, "transform", None)
 
     def key() -> str:
-        weights = model.frozen_weights().items()
-        tower = tensors.sha256({name: value for name, value in weights if name.startswith(IMAGE_TOWER)})
-        pixels = tensors.sha256(inputs)
-        tokens, width = int(cached.offsets[1]), cached.states.shape[-1]  # they tell whether there are patches
-        return f"features {tokens} {width} {transform} {tower} {pixels}"
+        weights, depth = model.frozen_weights(), ""
+        if isinstance(model, FunctionalModel):
+            depth = f"{frozen_depth(model)} {model.dtype} {model.module.config.to_json_string()}"
+        else:  # text prompts and their tower do not change image features
+            weights = {name: value for name, value in weights.items() if name.startswith(IMAGE_TOWER)}
+        shape = *cached.states.shape, int(cached.offsets[1])  # it tells whether a dual encoder's features are patches
+        return f"states {shape} {transform} {depth} {tensors.sha256(weights)} {tensors.sha256(inputs)}"
 
     states, computed = shared(key, lambda: (cached.states, cached.computed), lambda built: built[0].nbytes)
     return replace(cached, states=states, computed=computed)
+
+
+def _inputs_in_memory(examples: Examples) -> Tensors | None:
+    """The inputs of a table of images or of texts; None if they are not in memory."""
+    if hasattr(examples, "ids"):
+        parts = {name: getattr(examples, name) for name in ("ids", "offsets", "segments")}
+        return {name: value for name, value in parts.items() if value is not None}
+    found: Tensors | None = getattr(examples, "inputs", None)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
