@@ -18,7 +18,8 @@ from partita.core.model import Model
 from partita.core.plan import RoundInfo, plan_for
 from partita.core.rounds import initial_server, make_job
 from partita.core.settings import Run, RunError
-from partita.training.cuda_graphs import CudaRecorder, GraphCache
+from partita.training.cuda_capture import CudaRecorder
+from partita.training.cuda_graphs import GraphCache
 from partita.training.local_training import train_clients
 
 SMALL_STEP_FLOPS = 3e8  # below this many FLOPs per step, call overhead dominates (measured on two Arm cores)

@@ -6,11 +6,9 @@ later clients with work of the same shape is copied into its tensors.
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,17 +20,15 @@ from partita.core.tensors import Slots, Tensors
 from partita.core.torch_private import foreach_copy_
 from partita.training.client_axis import VmapError
 from partita.training.compilation import SMALL_MODEL, CompiledLayers, CompiledVmap
+from partita.training.cuda_capture import Recorder, Replay
 from partita.training.gradients import Lift
 from partita.training.parameter_groups import ParameterGroup, parameter_groups, split_by_group
-from partita.training.phase_trainer import PhaseTrainer, Step, step_estimator
+from partita.training.phase_trainer import PhaseTrainer, Step, run_eagerly, step_estimator
 from partita.training.phase_work import PhaseWork
 
 WARMUP_STEPS = 2  # eager steps of one shape before a capture: torch selects kernels in the first steps
 MAX_CACHED = 16  # cached blocks with their graphs, each with a copy of the shared tensors; least recently used go first
 POISSON_SIZES = 8  # sizes of padded Poisson batches up to the expected size
-
-Replay = tuple[Callable[[], None], Tensor]  # a function that replays the captured work, and the tensor of its result
-Recorder = Callable[[Callable[[], Tensor]], Replay]
 
 
 class GraphError(ValueError):
@@ -86,7 +82,7 @@ class GraphCache:
                 work.device,
                 work.run.training.warmup_steps,
             ),
-            GraphedSteps(lambda step: self.record(step, what)),
+            GraphedSteps(lambda step: self.record(step, what)) if self.recorder else run_eagerly,
             reused=True,
             multiple=_multiple(work) if self.recorder else 1,
         )
@@ -118,33 +114,6 @@ class GraphCache:
             return None
 
 
-class CudaRecorder:
-    """Captures CUDA graphs. They share one memory pool: only tensors outside the pool must survive a replay."""
-
-    def __init__(self) -> None:
-        self.pool: Any = None
-
-    def __call__(self, work: Callable[[], Tensor]) -> Replay:
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with _no_garbage(), torch.cuda.graph(graph, pool=self.pool):
-            result = work()
-        return graph.replay, result
-
-
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Disable garbage collection: collecting an old graph during a capture would break the capture."""
-    gc.collect()
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
-
-
 class GraphedSteps:
     """Runs the steps of one trainer: eagerly at first, then by replaying captured graphs, one per shape of batch.
 
@@ -154,29 +123,39 @@ class GraphedSteps:
 
     def __init__(self, record: Callable[[Callable[[], Tensor]], Replay | None]) -> None:
         self.record = record
-        self.replays: dict[Hashable, tuple[Batch, Replay] | None] = {}
+        self.held: dict[Hashable, Batch] = {}  # the batches that captured steps read
+        self.replays: dict[Hashable, Replay | None] = {}
         self.taken = Counter[Hashable]()
 
     def __call__(self, step: Step, batch: Batch, variant: Hashable) -> Tensor:
         shape = _layout(batch.inputs), tuple(batch.targets.shape), batch.mask is None, variant
+        self.taken[shape] += 1
+        if self.taken[shape] < WARMUP_STEPS or self.replays.get(shape, ()) is None:
+            return step(batch)
+        held = self._hold(shape, batch)
+        if self.taken[shape] == WARMUP_STEPS:
+            # With the tensors of the capture: the compiler makes another program where strides differ, and cannot
+            # make it during a capture.
+            return step(held)
         if shape not in self.replays:
-            self.taken[shape] += 1
-            if self.taken[shape] <= WARMUP_STEPS:
-                return step(batch)
-            self.replays[shape] = self._capture(step, batch)
+            self.replays[shape] = self.record(lambda: step(held))
         captured = self.replays[shape]
         if captured is None:
+            del self.held[shape]
             return step(batch)
-        held, (replay, losses) = captured
-        foreach_copy_(list(_tensors(held)), list(_tensors(batch)))
+        replay, losses = captured
         replay()
         return losses.clone()
 
-    def _capture(self, step: Step, batch: Batch) -> tuple[Batch, Replay] | None:
+    def _hold(self, shape: Hashable, batch: Batch) -> Batch:
+        """Return the batch in the tensors of its shape."""
+        if shape in self.held:
+            held = self.held[shape]
+            foreach_copy_(list(_tensors(held)), list(_tensors(batch)))
+            return held
         mask = None if batch.mask is None else batch.mask.clone()
-        held = Batch(tensors.clone_all(batch.inputs), batch.targets.clone(), mask)
-        replay = self.record(lambda: step(held))
-        return None if replay is None else (held, replay)
+        self.held[shape] = Batch(tensors.clone_all(batch.inputs), batch.targets.clone(), mask)
+        return self.held[shape]
 
 
 class CapturableOptimizer:
