@@ -19,9 +19,9 @@ from partita.core.data import Batch
 from partita.core.tensors import Slots, Tensors
 from partita.core.torch_private import foreach_copy_
 from partita.training.client_axis import VmapError
-from partita.training.compilation import SMALL_MODEL, CompiledLayers, CompiledVmap
+from partita.training.compilation import SMALL_MODEL, CompiledGradients, CompiledLayers, CompiledVmap, CompileError
 from partita.training.cuda_capture import Recorder, Replay
-from partita.training.gradients import Lift
+from partita.training.gradients import GradientEstimator
 from partita.training.parameter_groups import ParameterGroup, parameter_groups, split_by_group
 from partita.training.phase_trainer import PhaseTrainer, Step, run_eagerly, step_estimator
 from partita.training.phase_work import PhaseWork
@@ -45,11 +45,15 @@ class GraphCache:
         strict: Whether work that cannot be captured is an error. If False, a warning is issued and the steps run
             eagerly.
         compile: Whether to compile the forward pass with `torch.compile`.
+        strict_compile: Whether a failure of the compiler is an error. If False, a warning is issued and nothing more is
+            compiled.
     """
 
-    def __init__(self, recorder: Recorder | None, strict: bool = True, compile: bool = False) -> None:
+    def __init__(
+        self, recorder: Recorder | None, strict: bool = True, compile: bool = False, strict_compile: bool = True
+    ) -> None:
         self.recorder, self.compile = recorder, compile
-        self.strict = strict
+        self.strict, self.strict_compile = strict, strict_compile
         self.known: OrderedDict[Hashable, PhaseTrainer] = OrderedDict()
 
     def __call__(self, work: PhaseWork) -> PhaseTrainer:
@@ -64,18 +68,27 @@ class GraphCache:
             self.known.popitem(last=False)
         return trainer
 
+    def _gradients(self, work: PhaseWork) -> GradientEstimator:
+        plain = step_estimator(work)
+        if not self.compile or work.dp_settings is not None:
+            return plain
+        size = work.axis.count * sum(work.start_params[0][name].numel() for name in work.names)
+        combine = size < SMALL_MODEL and work.device.type == "cuda"
+        kind = CompiledLayers if work.objective.model.compiles_by_layer() else CompiledVmap
+        compiled = step_estimator(work, kind(work.axis, str(work.objective), combine))
+        return compiled if self.strict_compile else CompiledGradients(compiled, plain, self._stop_compiling)
+
+    def _stop_compiling(self, error: Exception) -> None:
+        if self.compile:
+            warnings.warn(f"{str(error).splitlines()[0]}; steps are not compiled, which is slower", stacklevel=2)
+        self.compile = False
+
     def _trainer(self, work: PhaseWork) -> PhaseTrainer:
         objective = work.objective
         what = str(objective)
-        lift: Lift | None = None
-        if self.compile and work.dp_settings is None:
-            size = work.axis.count * sum(work.start_params[0][name].numel() for name in work.names)
-            combine = size < SMALL_MODEL and work.device.type == "cuda"
-            kind = CompiledLayers if objective.model.compiles_by_layer() else CompiledVmap
-            lift = kind(work.axis, what, combine)
         return PhaseTrainer(
             work,
-            step_estimator(work, lift),
+            self._gradients(work),
             CapturableOptimizer(
                 parameter_groups(work.run.training, objective.model, work.names),
                 work.names,
@@ -104,7 +117,7 @@ class GraphCache:
             return None
         try:
             return self.recorder(work)
-        except (RuntimeError, VmapError) as error:  # a VmapError is a RuntimeError from vmapped code, re-raised
+        except (RuntimeError, VmapError, CompileError) as error:  # the last two are RuntimeErrors, re-raised
             text = (
                 f"steps of {what} cannot be captured in a CUDA graph: {str(error.__cause__ or error).splitlines()[0]}"
             )
