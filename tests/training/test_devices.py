@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ghost_fixtures import TextClients, tiny_model
-from graph_fixtures import max_relative_difference
+from graph_fixtures import max_relative_difference, small_vit_run
 from graph_fixtures import train_with_graphs as play_graphs
 from helpers import Clients, max_difference, small_config, toy_model, toy_run
 from torch import Tensor
@@ -25,9 +25,11 @@ from partita.core.rng import Key
 from partita.core.rounds import initial_server, rounds
 from partita.engines.autotune import choose_graphs
 from partita.engines.simulation import SimulationEngine
+from partita.evaluation import evaluate
 from partita.experiment import run_folder
 from partita.experiment.runner import resume, start
 from partita.methods.fedavg import fedavg
+from partita.training.captured_forward import CapturedForward
 from partita.training.cuda_capture import CudaRecorder
 from partita.training.cuda_graphs import GraphCache
 from partita.training.ghost_layers import product, sum_of_products
@@ -102,6 +104,19 @@ def test_a_failed_capture_leaves_the_gpu_usable(work: Callable[[], Tensor]) -> N
     assert max_relative_difference(play_graphs("fedavg", AdamW(), None, 4, device="cuda"), expected) == 0
     recorded = play_graphs("fedavg", AdamW(), GraphCache(recorder), 4, device="cuda")
     assert max_relative_difference(recorded, expected) < 1e-3
+
+
+@on_a_gpu
+def test_captured_evaluations_match_eager_ones_on_a_gpu() -> None:
+    run, model, federation = small_vit_run("fedavg", AdamW(), 4)
+    graphs = GraphCache(CudaRecorder())
+    engine = SimulationEngine(run, model, federation, 4, torch.device("cuda"), graphs=graphs)
+    for result in rounds(run, model, engine):
+        eager = evaluate(model, result.server.params, federation.test)
+        captured = evaluate(model, result.server.params, federation.test, forward=graphs.forward)
+        assert captured.scores == pytest.approx(eager.scores, rel=1e-5)
+    assert isinstance(graphs.forward, CapturedForward)
+    assert any(graphs.forward.captured.values())
 
 
 @on_a_gpu

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.data import Batch
+from partita.core.model import Forward, logits_and_losses
 from partita.core.tensors import Slots, Tensors
 from partita.core.torch_private import foreach_copy_
+from partita.training.captured_forward import CapturedForward
 from partita.training.client_axis import VmapError
 from partita.training.compilation import SMALL_MODEL, CompiledGradients, CompiledLayers, CompiledVmap, CompileError
 from partita.training.cuda_capture import Recorder, Replay
@@ -55,6 +57,7 @@ class GraphCache:
         self.recorder, self.compile = recorder, compile
         self.strict, self.strict_compile = strict, strict_compile
         self.known: OrderedDict[Hashable, PhaseTrainer] = OrderedDict()
+        self.forward: Forward = CapturedForward(self.record) if recorder else logits_and_losses
 
     def __call__(self, work: PhaseWork) -> PhaseTrainer:
         """Return a trainer for the work: a new one, or a cached one with the work's data."""
@@ -95,7 +98,7 @@ class GraphCache:
                 work.device,
                 work.run.training.warmup_steps,
             ),
-            GraphedSteps(lambda step: self.record(step, what)) if self.recorder else run_eagerly,
+            GraphedSteps(lambda step: self.record(step, f"steps of {what}")) if self.recorder else run_eagerly,
             reused=True,
             multiple=_multiple(work) if self.recorder else 1,
         )
@@ -103,12 +106,12 @@ class GraphCache:
     def __str__(self) -> str:
         return " and ".join(["recorded"] * bool(self.recorder) + ["compiled"] * self.compile)
 
-    def record(self, work: Callable[[], Tensor], what: str) -> Replay | None:
+    def record(self, work: Callable[[], Any], what: str) -> tuple[Callable[[], None], Any] | None:
         """Capture work; return None if it must run eagerly.
 
         Args:
             work: The work. It may use only tensors that stay at the same addresses.
-            what: The model and method, for messages.
+            what: What the work is, for messages.
 
         Raises:
             GraphError: If the work cannot be captured and the cache is strict.
@@ -118,9 +121,7 @@ class GraphCache:
         try:
             return self.recorder(work)
         except (RuntimeError, VmapError, CompileError) as error:  # the last two are RuntimeErrors, re-raised
-            text = (
-                f"steps of {what} cannot be captured in a CUDA graph: {str(error.__cause__ or error).splitlines()[0]}"
-            )
+            text = f"{what} cannot be captured in a CUDA graph: {str(error.__cause__ or error).splitlines()[0]}"
             if self.strict:
                 raise GraphError(f"{text}; set engine.cuda_graphs = false") from error
             warnings.warn(f"{text}; they run eagerly, which is slower", stacklevel=2)
