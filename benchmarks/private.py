@@ -40,7 +40,8 @@ from partita.data import Federation, Table, Task
 from partita.engines.autotune import configure_backends
 from partita.models.adapter import from_module
 from partita.tasks import LM, TEXT
-from partita.training.cuda_graphs import CudaRecorder, GraphCache
+from partita.training.cuda_capture import CudaRecorder
+from partita.training.cuda_graphs import GraphCache
 
 GIB = 2**30
 LR = 1e-4

@@ -158,6 +158,15 @@ def test_a_kernel_is_made_from_source() -> None:
         assert value.item() == 2
 
 
+def test_the_memory_of_a_failed_capture_can_be_released() -> None:
+    """What this does to a GPU is tested in tests/training/test_devices.py."""
+    for function in (torch_private.end_allocate_to_pool, torch_private.release_pool):
+        assert callable(function)
+        if torch.cuda.is_available():
+            with pytest.raises(RuntimeError):
+                function(0, torch.cuda.graph_pool_handle())
+
+
 def test_more_programs_than_the_limit_are_an_error() -> None:
     program = torch.compile(lambda value: value + 1, backend="eager", fullgraph=True, dynamic=False)
     with limit_recompiles(2):
@@ -170,7 +179,7 @@ def test_more_programs_than_the_limit_are_an_error() -> None:
 def test_every_name_has_a_test() -> None:
     others = {"fused_adamw_", "is_view", "is_batchedtensor", "is_gradtrackingtensor", "own_parameters"}
     others |= {"compile_kernel", "limit_recompiles", "RecompileLimitError", "vmap_fallback_warnings"}
-    others |= {"version", "without_vmap", "client_dimension"}
+    others |= {"version", "without_vmap", "client_dimension", "end_allocate_to_pool", "release_pool"}
     public = {name for name in vars(torch_private) if not name.startswith("_")} - IMPORTED
     assert public == {*OUT_OF_PLACE, *IN_PLACE, *others}
 

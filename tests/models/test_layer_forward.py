@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from architecture_fixtures import inputs_of, make_case, make_model, targets_of
+from architecture_fixtures import TINY, inputs_of, make_case, make_model, targets_of
 from seq2seq_fixtures import write_bart, write_t5
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
@@ -132,15 +132,20 @@ def test_layers_can_be_compiled_and_recomputed() -> None:
     assert close(both, plain, 1e-5)
 
 
-def test_one_program_serves_all_layers_that_are_alike() -> None:
+@pytest.mark.parametrize("case", ["bert-text", "vit-image", "dinov2-image", "clip-image", "llama-lm"])
+def test_one_program_serves_all_layers_that_are_alike(case: str) -> None:
     """Also their dropout, which is drawn by layer. The first layer has no gradient of its inputs."""
-    model = make_model("bert-text", ("embedding",), {"num_hidden_layers": 5})
+    depth: dict[str, Any] = {"num_hidden_layers": 5}
+    if case == "clip-image":
+        depth = {"vision_config": {**TINY["clip"][1]["vision_config"], **depth}}
+    model = make_model(case, ("embedding",), depth)
+    assert model.compiles_by_layer()
     compiler = CountingCompiler()
-    plain = block_gradients(model, 2, *batch_of("bert-text"))
+    plain = block_gradients(model, 2, *batch_of(case))
     with compiled_layers(compiler):
-        compiled = block_gradients(model, 2, *batch_of("bert-text"))
+        compiled = block_gradients(model, 2, *batch_of(case))
         assert compiler.programs == 2
-        block_gradients(model, 2, *batch_of("bert-text"))
+        block_gradients(model, 2, *batch_of(case))
     assert close(compiled, plain, 1e-5)
     assert compiler.programs == 2
 

@@ -24,7 +24,8 @@ from partita.storage.client_store import MemoryStore
 from partita.testing.conformance import states_of
 from partita.training.client_axis import VmapError
 from partita.training.compilation import CompileError
-from partita.training.cuda_graphs import GraphCache, GraphError, Recorder, Replay
+from partita.training.cuda_capture import Recorder, Replay
+from partita.training.cuda_graphs import GraphCache, GraphError
 from partita.training.local_training import train_clients
 
 CASES = {

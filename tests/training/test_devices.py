@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -11,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from ghost_fixtures import TextClients, tiny_model
-from graph_fixtures import max_relative_difference
+from graph_fixtures import max_relative_difference, small_vit_run
 from graph_fixtures import train_with_graphs as play_graphs
 from helpers import Clients, max_difference, small_config, toy_model, toy_run
+from torch import Tensor
 
 from partita import AdamW
 from partita.core.dp_settings import DPSGDSettings
@@ -22,9 +25,13 @@ from partita.core.rng import Key
 from partita.core.rounds import initial_server, rounds
 from partita.engines.autotune import choose_graphs
 from partita.engines.simulation import SimulationEngine
+from partita.evaluation import evaluate
 from partita.experiment import run_folder
 from partita.experiment.runner import resume, start
 from partita.methods.fedavg import fedavg
+from partita.training.captured_forward import CapturedForward
+from partita.training.cuda_capture import CudaRecorder
+from partita.training.cuda_graphs import GraphCache
 from partita.training.ghost_kernels import scaled_parts
 from partita.training.ghost_layers import product
 
@@ -52,6 +59,118 @@ def test_cuda_graphs_match_eager_training_on_a_gpu(method: str, block: int, comp
     graphs = choose_graphs(True, compile, torch.device("cuda"))
     recorded = play_graphs(method, AdamW(), graphs, block, device="cuda")
     assert max_relative_difference(recorded, play_graphs(method, AdamW(), None, block, device="cuda")) < 1e-3
+
+
+def wait_for_the_gpu() -> Tensor:
+    """Work that cannot be captured, after random draws."""
+    drawn = torch.nn.functional.dropout(torch.ones(64, 64, device="cuda"), 0.5)
+    return drawn * float(drawn.sum().item())
+
+
+def mistaken_work() -> Tensor:
+    """Work that can be captured up to a mistake."""
+    torch.randn(8, device="cuda")
+    raise KeyError("no such name")
+
+
+@on_a_gpu
+@pytest.mark.parametrize("work", [wait_for_the_gpu, mistaken_work])
+def test_a_failed_capture_leaves_the_gpu_usable(work: Callable[[], Tensor]) -> None:
+    """Draws, eager training, graphs from before, and new graphs; without the memory of the failed one."""
+    recorder, given = CudaRecorder(), torch.arange(8.0, device="cuda")
+    expected = play_graphs("fedavg", AdamW(), None, 4, device="cuda")
+    replay, doubled = recorder(lambda: 2 * given)
+    drawing, noise = recorder(lambda: torch.randn(1000, device="cuda"))
+    stream, taken = torch.cuda.current_stream(), torch.cuda.memory_allocated()
+    for _ in range(3):
+        with pytest.raises((RuntimeError, KeyError), match=r"captur|no such name"):
+            recorder(work)
+        assert torch.cuda.current_stream() == stream
+        assert not torch.cuda.is_current_stream_capturing()
+        assert float(torch.randn(1000, device="cuda").std()) == pytest.approx(1, abs=0.2)
+        given.add_(1)
+        replay()
+        assert torch.equal(doubled, 2 * given)
+        drawing()
+        first = noise.clone()
+        drawing()
+        assert not torch.equal(first, noise)
+        assert float(noise.std()) == pytest.approx(1, abs=0.2)
+        again, tripled = recorder(lambda: 3 * given)
+        again()
+        assert torch.equal(tripled, 3 * given)
+        del again, tripled
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= taken + 2**16
+    assert max_relative_difference(play_graphs("fedavg", AdamW(), None, 4, device="cuda"), expected) == 0
+    recorded = play_graphs("fedavg", AdamW(), GraphCache(recorder), 4, device="cuda")
+    assert max_relative_difference(recorded, expected) < 1e-3
+
+
+@on_a_gpu
+def test_captured_evaluations_match_eager_ones_on_a_gpu() -> None:
+    run, model, federation = small_vit_run("fedavg", AdamW(), 4)
+    graphs = GraphCache(CudaRecorder())
+    engine = SimulationEngine(run, model, federation, 4, torch.device("cuda"), graphs=graphs)
+    for result in rounds(run, model, engine):
+        eager = evaluate(model, result.server.params, federation.test)
+        captured = evaluate(model, result.server.params, federation.test, forward=graphs.forward)
+        assert captured.scores == pytest.approx(eager.scores, rel=1e-5)
+    assert isinstance(graphs.forward, CapturedForward)
+    assert any(graphs.forward.captured.values())
+
+
+@on_a_gpu
+def test_random_draws_do_not_depend_on_captures() -> None:
+    ends = []
+    for captures in (0, 1):
+        torch.cuda.manual_seed(5)
+        for _ in range(captures):
+            CudaRecorder()(lambda: torch.randn(8, device="cuda"))
+        ends.append(torch.randn(8, device="cuda"))
+    assert torch.equal(*ends)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("block", [1, 4])
+def test_training_goes_on_where_compiled_steps_cannot_be_captured(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled loss waits for the GPU. Steps are then compiled, and run one by one."""
+    whole = torch.compile
+
+    def waiting(made: Any, **told: Any) -> Any:
+        program = whole(made, **told)
+
+        def call(*parts: Any) -> Any:
+            found = program(*parts)
+            found[0].sum().item()
+            return found
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", waiting)
+    graphs = GraphCache(CudaRecorder(), strict=False, compile=True, strict_compile=False)
+    with pytest.warns(UserWarning, match="cannot be captured in a CUDA graph"):
+        compiled = play_graphs("fedavg", AdamW(), graphs, block, device="cuda")
+    assert graphs.compile
+    torch.randn(8, device="cuda")
+    assert max_relative_difference(compiled, play_graphs("fedavg", AdamW(), None, block, device="cuda")) < 1e-3
+
+
+@on_a_gpu
+def test_training_goes_on_after_the_compiler_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(made: Any, **told: Any) -> Any:
+        def call(*parts: Any) -> None:
+            raise RuntimeError("no compiler here")
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", refused)
+        graphs = choose_graphs(True, True, torch.device("cuda"), strict_compile=False)
+        with pytest.warns(UserWarning, match="steps are not compiled"):
+            plain = play_graphs("fedavg", AdamW(), graphs, 4, device="cuda")
+    compiled = play_graphs("fedavg", AdamW(), choose_graphs(True, True, torch.device("cuda")), 4, device="cuda")
+    assert max_relative_difference(compiled, plain) < 1e-3
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -29,7 +29,8 @@ from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.models.adapter import FunctionalModel
 from partita.training import local_training
-from partita.training.cuda_graphs import CudaRecorder, GraphCache
+from partita.training.cuda_capture import CudaRecorder
+from partita.training.cuda_graphs import GraphCache
 from partita.training.local_training import train_clients
 from partita.training.phase_trainer import PhaseTrainer
 

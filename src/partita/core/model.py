@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -353,3 +353,13 @@ def role_tag(tags: Names) -> str:
     """
     own = sorted(tags & ADAPTERS) or sorted(tags - TOWERS)
     return next((tag for tag in own if not tag.startswith("layer.")), "")
+
+
+# Computes what an evaluation needs of a batch: (model, params, inputs, targets) -> logits and losses.
+Forward = Callable[[Model, Tensors, Tensors, Tensor], tuple[Tensor, Tensor]]
+
+
+def logits_and_losses(model: Model, params: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits of a batch and the loss of each example."""
+    out = model(params, inputs).with_logits()
+    return out.logits, model.losses(out, targets)

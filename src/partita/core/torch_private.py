@@ -16,6 +16,8 @@ public replacement, where there is one.
     own_parameters         the dict that a module reads its parameters from             torch.func.functional_call
     vmap_fallback_warnings torch.vmap warns where it runs an operation client by client
     compile_kernel         compiles a CUDA kernel from source
+    end_allocate_to_pool   ends what a failed capture of a CUDA graph began
+    release_pool           frees the memory that only a failed capture uses
     limit_recompiles       number of programs that torch.compile may make of a function
 """
 
@@ -47,6 +49,8 @@ foreach_sub_ = torch._foreach_sub_
 foreach_zero_ = torch._foreach_zero_
 fused_adamw_ = torch._fused_adamw_
 compile_kernel = torch.cuda._compile_kernel
+end_allocate_to_pool = torch.cuda.memory._cuda_endAllocateToPool
+release_pool = torch.cuda.memory._cuda_releasePool
 
 
 class RecompileLimitError(RuntimeError):

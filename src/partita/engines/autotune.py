@@ -1,4 +1,7 @@
-"""Choices for engine settings left at "auto": block size, CUDA graphs and CPU kernels."""
+"""Choices for engine settings left at "auto": block size, CUDA graphs and CPU kernels.
+
+`compile_choice.py` has that for `engine.compile`.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,15 @@ from typing import Literal
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from partita.core import memory
+from partita.core import memory, tensors
 from partita.core.client import ClientState, begin_round
 from partita.core.data import Examples, Population
 from partita.core.model import Model
 from partita.core.plan import RoundInfo, plan_for
 from partita.core.rounds import initial_server, make_job
 from partita.core.settings import Run, RunError
-from partita.training.cuda_graphs import CudaRecorder, GraphCache
+from partita.training.cuda_capture import CudaRecorder
+from partita.training.cuda_graphs import GraphCache
 from partita.training.local_training import train_clients
 
 SMALL_STEP_FLOPS = 3e8  # below this many FLOPs per step, call overhead dominates (measured on two Arm cores)
@@ -47,7 +51,7 @@ def choose_block(
         return 1
     most = -(-run.cohort_size(len(population.clients)) // workers)
     if device.type == "cpu":
-        return most if _operations(run, model, population[client].train) <= SMALL_STEP_FLOPS else 1
+        return most if batch_operations(run, model, population[client].train) <= SMALL_STEP_FLOPS else 1
     model.to(device)
     step = replace(run, training=replace(run.training, steps=1))
     job, _ = make_job(step, model, initial_server(step, model), 0, client)
@@ -66,11 +70,12 @@ def first_with_examples(population: Population) -> str | None:
     return next((client for client in population.clients if len(population[client].train)), None)
 
 
-def _operations(run: Run, model: Model, examples: Examples) -> float:
-    """Estimate the FLOPs of one step from one example. A backward pass costs as much as two forward passes."""
+def batch_operations(run: Run, model: Model, examples: Examples) -> float:
+    """Estimate the FLOPs of one batch from one example. A backward pass costs as much as two forward passes."""
     batch = examples.take(torch.zeros(1, dtype=torch.long))
+    device = next(iter(model.initial.values())).device
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(model.initial, batch.inputs)
+        model(model.initial, tensors.to(batch.inputs, device))
     return 3.0 * run.training.batch_size * counter.get_total_flops()
 
 
@@ -83,7 +88,9 @@ def check_block(run: Run, model: Model, clients: Sequence[str], block: int) -> N
     memory.require(16 * numbers * together, what, "lower engine.clients_per_block, or choose a smaller model")
 
 
-def choose_graphs(wanted: bool | Literal["auto"], compile: bool, device: torch.device) -> GraphCache | None:
+def choose_graphs(
+    wanted: bool | Literal["auto"], compile: bool, device: torch.device, strict_compile: bool = True
+) -> GraphCache | None:
     """Create the cache of CUDA graphs or compiled steps, or return None for eager steps.
 
     Args:
@@ -91,6 +98,7 @@ def choose_graphs(wanted: bool | Literal["auto"], compile: bool, device: torch.d
             runs eagerly. True raises an error instead.
         compile: Whether to use torch.compile.
         device: The device.
+        strict_compile: Whether a failed compilation is an error. Otherwise the cache warns and does not compile.
 
     Raises:
         RunError: If CUDA graphs are requested on a CPU.
@@ -98,7 +106,9 @@ def choose_graphs(wanted: bool | Literal["auto"], compile: bool, device: torch.d
     if wanted is True and device.type == "cpu":
         raise RunError("engine.cuda_graphs is for GPUs, but this run is on a CPU; leave it at 'auto'")
     recorder = CudaRecorder() if wanted and device.type == "cuda" else None
-    return GraphCache(recorder, strict=wanted is True, compile=compile) if recorder or compile else None
+    if not recorder and not compile:
+        return None
+    return GraphCache(recorder, wanted is True, compile, strict_compile)
 
 
 def bf16_slowdown() -> float:

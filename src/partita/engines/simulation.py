@@ -23,7 +23,7 @@ from partita.core.client import (
     finish_round,
 )
 from partita.core.data import EvaluateOn, Examples, NewClasses, Population, TableExamples
-from partita.core.model import Model
+from partita.core.model import Model, logits_and_losses
 from partita.core.plan import Phase
 from partita.core.rounds import ClientFailure
 from partita.core.settings import Run, RunError
@@ -74,6 +74,7 @@ class SimulationEngine:
         self.device = device or torch.device("cpu")
         self.store, self.availability, self.wire = store or MemoryStore(), availability or Availability(), wire
         self.evaluator, self.make_trainer = evaluator, graphs or PhaseTrainer
+        self.forward = graphs.forward if graphs else logits_and_losses
         # Blocks launched in advance. On a CPU they would only use memory.
         self.blocks_ahead = int(self.device.type == "cuda")
         self.copies: dict[str, Tensors] = {}
@@ -125,7 +126,7 @@ class SimulationEngine:
             for job, params in zip(chunk, full, strict=True):
                 examples = self._examples(job.client, on)
                 model = client_model(self.run, base, job)
-                yield job.client, score(model, model.personal(params), examples, self.evaluator)
+                yield job.client, score(model, model.personal(params), examples, self.evaluator, self.forward)
 
     def _examples(self, client: str, on: EvaluateOn) -> Examples:
         if isinstance(on, NewClasses):

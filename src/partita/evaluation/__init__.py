@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from partita.core import tensors
 from partita.core.data import IGNORE_INDEX, Examples, PrefetchingExamples
-from partita.core.model import Model
+from partita.core.model import Forward, Model, logits_and_losses
 from partita.core.tensors import Tensors
 from partita.evaluation import metrics
 from partita.evaluation.answers import Answers, Choices, last_answers
@@ -71,7 +71,13 @@ class Evaluation:
     confusion: list[list[int]] | None = None
 
 
-def score(model: Model, params: Tensors, examples: Examples, evaluator: Evaluator = ACCURACY) -> dict[str, float]:
+def score(
+    model: Model,
+    params: Tensors,
+    examples: Examples,
+    evaluator: Evaluator = ACCURACY,
+    forward: Forward = logits_and_losses,
+) -> dict[str, float]:
     """Return the scores of a model by name. An empty set of examples has none.
 
     Args:
@@ -79,12 +85,18 @@ def score(model: Model, params: Tensors, examples: Examples, evaluator: Evaluato
         params: All its parameters, on the device to evaluate on.
         examples: The examples to evaluate on.
         evaluator: Computes the scores; `task.kind.evaluator(task.classes)` is the one of a task.
+        forward: Runs the model on a batch.
     """
-    return evaluate(model, params, examples, evaluator).scores
+    return evaluate(model, params, examples, evaluator, forward=forward).scores
 
 
 def evaluate(
-    model: Model, params: Tensors, examples: Examples, evaluator: Evaluator = ACCURACY, confused: int = 0
+    model: Model,
+    params: Tensors,
+    examples: Examples,
+    evaluator: Evaluator = ACCURACY,
+    confused: int = 0,
+    forward: Forward = logits_and_losses,
 ) -> Evaluation:
     """Return the scores of a model, and whether it predicts the same for all examples, from one forward pass.
 
@@ -95,11 +107,12 @@ def evaluate(
         evaluator: Computes the scores.
         confused: The number of classes, to count how often each is taken for which; 0 not to. Each example must have
             one class.
+        forward: Runs the model on a batch.
     """
     if not len(examples):
         return Evaluation({})
     seen, pairs = _Decisions(evaluator), _Pairs(evaluator, confused)
-    batches = map(seen.add, _predictions(model, params, examples, evaluator.batch))
+    batches = map(seen.add, _predictions(model, params, examples, evaluator.batch, forward))
     scores = evaluator(map(pairs.add, batches))
     return Evaluation(scores, seen.constant(), pairs.counts())
 
@@ -172,10 +185,12 @@ class _Decisions:
 
 
 @torch.inference_mode()
-def _predictions(model: Model, params: Tensors, examples: Examples, size: int) -> Iterator[Predictions]:
+def _predictions(
+    model: Model, params: Tensors, examples: Examples, size: int, forward: Forward = logits_and_losses
+) -> Iterator[Predictions]:
     documents = getattr(examples, "documents", None)
     if documents is not None:
-        yield from document_predictions(model, params, examples, documents, size)
+        yield from document_predictions(model, params, examples, documents, size, forward)
         return
     device = next(iter(params.values())).device
     for indices, following in pairwise([*torch.arange(len(examples)).split(size), None]):
@@ -183,11 +198,11 @@ def _predictions(model: Model, params: Tensors, examples: Examples, size: int) -
         if following is not None and isinstance(examples, PrefetchingExamples):
             examples.prefetch(following)
         inputs, targets = tensors.to(batch.inputs, device), batch.targets.to(device)
-        out = model(params, inputs).with_logits()
+        logits, losses = forward(model, params, inputs, targets)
         yield ModelPredictions(
-            out.logits,
+            logits,
             targets,
-            model.losses(out, targets),
+            losses,
             partial(_generate, model, params, inputs, targets),
             partial(_score_choices, model, params, examples, indices, size),
         )

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from partita.core import tensors
-from partita.core.data import IGNORE_INDEX, Examples
-from partita.core.model import Model, Output
+from partita.core.data import IGNORE_INDEX, Batch, Examples
+from partita.core.model import Forward, Model, Output
 from partita.core.tensors import Tensors
 from partita.evaluation.metrics import Predictions
 
 
 def document_predictions(
-    model: Model, params: Tensors, windows: Examples, documents: Tensor, size: int
+    model: Model, params: Tensors, windows: Examples, documents: Tensor, size: int, forward: Forward
 ) -> Iterator[Predictions]:
     """Yield the predictions for documents, from those for their windows.
 
@@ -30,12 +30,15 @@ def document_predictions(
         windows: The windows.
         documents: The document of each window, (window,). Windows of a document follow one another.
         size: Windows in a forward pass, and documents in a batch.
+        forward: Runs the model on a batch.
     """
     device = next(iter(params.values())).device
     counts = documents.unique_consecutive(return_counts=True)[1]  # (document,)
     for first, group in zip(_starts(counts, size), counts.split(size), strict=True):
         rows = torch.arange(first, first + int(group.sum()))
-        outputs = chain.from_iterable(_forward(model, params, windows, part, device) for part in rows.split(size))
+        outputs = chain.from_iterable(
+            _windows(forward, model, params, windows.take(part), device) for part in rows.split(size)
+        )
         joined = [_joined(list(islice(outputs, count))) for count in group.tolist()]
         logits, targets = (_stacked(parts) for parts in zip(*joined, strict=True))
         yield Predictions(logits, targets, model.losses(Output(logits), targets))
@@ -54,14 +57,13 @@ def _starts(counts: Tensor, size: int) -> list[int]:
     return starts
 
 
-def _forward(
-    model: Model, params: Tensors, windows: Examples, rows: Tensor, device: torch.device
+def _windows(
+    forward: Forward, model: Model, params: Tensors, batch: Batch, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits and targets of each window, without the tokens that have no target."""
-    batch = windows.take(rows)
-    for logits, targets in zip(
-        model(params, tensors.to(batch.inputs, device)).logits, batch.targets.to(device), strict=True
-    ):
+    wanted = batch.targets.to(device)
+    found, _ = forward(model, params, tensors.to(batch.inputs, device), wanted)
+    for logits, targets in zip(found, wanted, strict=True):
         each_token = logits.ndim > 1  # (token, class)
         scored = targets != IGNORE_INDEX
         yield (logits[scored], targets[scored]) if each_token else (logits, targets)

@@ -25,6 +25,7 @@ from partita.core.rounds import initial_server
 from partita.core.sampling import SAMPLING, Uniform
 from partita.core.settings import Run, RunError
 from partita.data import Federation, Task
+from partita.data.cache import cache_folder
 from partita.data.groups import groups_at_several_clients
 from partita.engines.attackers import add_attack, choose_attackers
 from partita.engines.autotune import (
@@ -36,6 +37,8 @@ from partita.engines.autotune import (
     first_with_examples,
 )
 from partita.engines.availability import Availability, read_trace
+from partita.engines.compile_choice import CompileChoice, choose_compile
+from partita.engines.program_cache import use_program_cache
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import Evaluator
 from partita.evaluation.answers import with_generation
@@ -73,6 +76,7 @@ class Experiment:
     guard: PrivacyGuard | None = None
     graphs: GraphCache | None = None
     one_by_one: str = ""  # why clients cannot train together
+    compiling: CompileChoice = field(default_factory=lambda: CompileChoice(False))
     subgroups: Groups = field(default_factory=dict)  # of the central test set
 
     @cached_property
@@ -141,10 +145,10 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
     availability = _availability(config.federation, method)
     if device.type == "cpu" and "bfloat16" in (config.training.precision, config.model.get("dtype")):
         _warn_slow_bf16(bf16_slowdown())
-    graphs = choose_graphs(config.engine.cuda_graphs, config.engine.compile, device)
     block = config.engine.clients_per_block
     if block == "auto":
-        block = choose_block(run, raw_model, raw_federation, device, bool(graphs), config.engine.workers)
+        captures = config.engine.cuda_graphs is not False or config.engine.compile is True
+        block = choose_block(run, raw_model, raw_federation, device, captures, config.engine.workers)
     reason = _why_one_by_one(raw_model, raw_federation) if block > 1 else ""
     if reason and config.engine.clients_per_block != "auto":
         raise RunError(
@@ -152,6 +156,10 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
             "1 or 'auto'"
         )
     block = 1 if reason else block
+    compiling = _choose_compile(config, run, model, federation, device, block)
+    graphs = choose_graphs(
+        config.engine.cuda_graphs, compiling.compile, device, strict_compile=config.engine.compile is True
+    )
     if device.type == "cpu":
         check_block(run, model, federation.clients, block)
     _check_plan(run, model, federation.clients[0])
@@ -163,8 +171,41 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
     check_samples(config, run, model, task, federation.clients[0])
     subgroups = find_groups(task, config.evaluate.subgroups)
     return Experiment(
-        config, run, model, federation, availability, device, block, evaluator, guard, graphs, reason, subgroups
+        config,
+        run,
+        model,
+        federation,
+        availability,
+        device,
+        block,
+        evaluator,
+        guard,
+        graphs,
+        reason,
+        compiling,
+        subgroups,
     )
+
+
+def _choose_compile(
+    config: Config, run: Run, model: Model, federation: Federation, device: torch.device, block: int
+) -> CompileChoice:
+    """Decide whether to compile, and set the folder in which torch keeps compiled programs."""
+    engine = config.engine
+    if engine.compile == "auto":
+        model.to(device)
+        half = "bfloat16" in (config.training.precision, config.model.get("dtype"))
+        choice = choose_compile(run, model, federation, device, block, engine.workers, half)
+    else:
+        choice = CompileChoice(engine.compile)
+    if choice.compile:
+        try:
+            use_program_cache(cache_folder())
+        except RunError as error:
+            if engine.compile is True:
+                raise
+            return CompileChoice(False, str(error))
+    return choice
 
 
 def build_method(options: Mapping[str, Any]) -> Method:

@@ -208,7 +208,10 @@ class EngineConfig:
     cuda_graphs: Annotated[
         bool | Literal["auto"], "on a GPU: capture training steps as CUDA graphs; `true` stops the run if that fails"
     ] = "auto"
-    compile: Annotated[bool, "use torch.compile: half a minute the first time, then cached on disk"] = False
+    compile: Annotated[
+        bool | Literal["auto"],
+        "use torch.compile; `auto` does on a GPU, if the run is long enough to win back the minute that it takes",
+    ] = "auto"
     cache_frozen: Annotated[bool, "compute the output of the lowest frozen layers once per example"] = False
     secret_file: Annotated[str | None, "file with 16 or more random bytes; seeds the random draws for privacy"] = None
     ledger: Annotated[

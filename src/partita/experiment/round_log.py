@@ -12,7 +12,7 @@ from typing import Any
 from partita.core.client import Job
 from partita.core.data import Examples, NewClasses
 from partita.core.method import Server, overrides
-from partita.core.model import Model, layer_tag, layer_tags, role_tag
+from partita.core.model import Model, layer_tag, layer_tags, logits_and_losses, role_tag
 from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.rounds import Engine, RoundResult, make_job
 from partita.core.settings import Run, RunError
@@ -184,6 +184,8 @@ def evaluate_round(
     federation, model = experiment.federation, experiment.model
     clients = early_stopping.evaluated_clients(experiment.config, engine.clients())
 
+    forward = experiment.graphs.forward if experiment.graphs else logits_and_losses
+
     def jobs() -> Iterator[Job]:
         return _jobs(experiment, result, clients)
 
@@ -197,7 +199,7 @@ def evaluate_round(
         tested_model = model
         if isinstance(examples, NewClasses):
             tested_model, examples = model.for_classes(examples.classes), examples.examples
-        return evaluate(tested_model, result.server.params, examples, experiment.evaluator).scores
+        return evaluate(tested_model, result.server.params, examples, experiment.evaluator, forward=forward).scores
 
     test: dict[str, float] | None = None
     more: Row = {}
@@ -206,7 +208,7 @@ def evaluate_round(
             scores, score = score_own(federation.test), score_own
         else:
             confused = _confused_classes(federation.task) if last or best else 0
-            tested = evaluate(model, result.server.params, federation.test, experiment.evaluator, confused)
+            tested = evaluate(model, result.server.params, federation.test, experiment.evaluator, confused, forward)
             if tested.confusion:
                 more["confusion"] = {"classes": list(federation.task.classes), "counts": tested.confusion}
             scores, score = tested.scores, score_shared

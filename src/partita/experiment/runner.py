@@ -182,6 +182,8 @@ def prepare(experiment: Experiment, folder: Path) -> None:
         chosen[BASE_DIGEST] = experiment.base_digest
     if experiment.one_by_one:
         chosen["one_by_one"] = experiment.one_by_one
+    if experiment.compiling.reason:
+        chosen["compile"] = experiment.compiling.reason
     run_folder.write_json(folder / run_folder.ENVIRONMENT, run_folder.environment(experiment.device, **chosen))
     for name, data in derived.items():
         run_folder.write(folder / name, data)
@@ -224,10 +226,13 @@ def _fingerprint(experiment: Experiment) -> str | None:
 def describe_compute(config: Config, folder: Path) -> str:
     """Describe device, threads, block size and step mode in one line, and which of them "auto" chose."""
     env = read_json(folder / run_folder.ENVIRONMENT)
-    auto = [name for name in ("device", "clients_per_block", "cuda_graphs") if getattr(config.engine, name) == "auto"]
+    names = ("device", "clients_per_block", "cuda_graphs", "compile")
+    auto = [name for name in names if getattr(config.engine, name) == "auto"]
     text = f"on {env['device']}, {env['threads']} threads, blocks of {env['block']}, steps {env['steps']}"
     if reason := env.get("one_by_one"):
         text += f"; clients train one at a time, because {reason}"
+    if reason := env.get("compile"):
+        text += f"; {'' if 'compiled' in env['steps'] else 'not '}compiled, because {reason}"
     text += f"; {env['data']}" if env.get("data", IN_MEMORY) != IN_MEMORY else ""
     return text + (f" (auto: {', '.join(auto)})" if auto else "")
 
@@ -327,8 +332,14 @@ def rebuild_engine(config: Config, secret: Key | None) -> SimulationEngine:
 
 
 def _resolved(experiment: Experiment) -> Config:
-    """Return the config with the chosen block size, which a resumed run and every worker must share."""
-    return replace(experiment.config, engine=replace(experiment.config.engine, clients_per_block=experiment.block))
+    """Return the config with what "auto" chose and a resumed run and every worker must share.
+
+    A run that is compiled stays at "auto", so that a failure of the compiler is no error. A longer run is compiled too.
+    """
+    engine = replace(experiment.config.engine, clients_per_block=experiment.block)
+    if not experiment.compiling.compile:
+        engine = replace(engine, compile=False)
+    return replace(experiment.config, engine=engine)
 
 
 def run_rounds(

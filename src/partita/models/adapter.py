@@ -33,7 +33,7 @@ from partita.tasks.losses import CLASS_LOSSES, class_losses, token_cross_entropy
 
 MEAN_POOLING = "its head reads the mean of all tokens (model.pooling), but transformers' reads one token"
 BASE, ALL = "base", "all"  # words of `frozen`: everything but the head, and everything
-MANY_LAYERS = 12  # up to this many, compiling the whole model takes about a minute
+FEW_LAYERS = 4  # up to this many, compiling the whole model takes about as long as compiling one layer
 ParameterSlot = tuple[dict[str, Any], str]  # the `_parameters` dict of a submodule, and a name in it
 
 
@@ -133,7 +133,7 @@ class FunctionalModel(Model):
     def compiles_by_layer(self) -> bool:
         layers = layer_forwards(self.module)
         recomputes = any(layer.recomputes for layer in layers)
-        return bool(layers) and (len(layers) > MANY_LAYERS or recomputes or self.kind.outputs == "vocabulary")
+        return bool(layers) and (len(layers) > FEW_LAYERS or recomputes or self.kind.outputs == "vocabulary")
 
     def skip_layers(self, without: Names) -> FunctionalModel:
         from partita.models.skip_layers import skip_layers

@@ -8,11 +8,13 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from partita.core.layer_compiler import compiled_layers
 from partita.core.tensors import Tensors
 from partita.core.torch_private import RecompileLimitError, limit_recompiles
 from partita.training.client_axis import ClientAxis, translate_errors
+from partita.training.gradients import GradientEstimator
 
 SMALL_MODEL = 2**26  # parameters of a whole block, up to which launching kernels costs more than computing
 MAX_PROGRAMS = 128  # compiled programs of all blocks together; torch's own limit is 8
@@ -69,6 +71,49 @@ class CompiledLayers:
         return _with_clear_errors(call, self.what)
 
 
+class CompiledGradients:
+    """Gradients of a compiled loss. If it cannot be compiled, those of the plain loss from then on.
+
+    Args:
+        compiled: Gradients of the compiled loss.
+        plain: Gradients of the plain loss.
+        on_failure: Called with the error when the compiler fails.
+    """
+
+    def __init__(
+        self, compiled: GradientEstimator, plain: GradientEstimator, on_failure: Callable[[Exception], None]
+    ) -> None:
+        self.current, self.plain, self.on_failure = compiled, plain, on_failure
+
+    def __call__(
+        self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int
+    ) -> tuple[Tensors, Tensor]:
+        if self.current is self.plain:
+            return self.plain(trainable, values, dims, count)
+        try:
+            return self.current(trainable, values, dims, count)
+        except torch.OutOfMemoryError:
+            raise
+        except (CompileError, RuntimeError) as error:  # a RuntimeError comes from the backward pass
+            if _is_capturing():
+                raise
+            forget_programs()
+            found = self.plain(trainable, values, dims, count)  # raises if the error is not the compiler's
+            self.current = self.plain
+            self.on_failure(error)
+            return found
+
+
+def forget_programs() -> None:
+    """Drop all compiled programs of this process, so that nothing of a failed one is left."""
+    _layer_program.cache_clear()
+    torch.compiler.reset()
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 @cache
 def _layer_program(function: Callable[..., Any], combine: bool) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, options=_options(combine))
@@ -89,6 +134,8 @@ def _with_clear_errors(program: Callable[..., Any], what: str) -> Callable[..., 
             ) from error
 
     def clear(error: RuntimeError) -> CompileError:
+        if not _is_capturing():  # or it is the capture that failed, and not the compiler
+            forget_programs()
         return CompileError(f"{what} cannot be compiled: {str(error).splitlines()[0]}; set engine.compile = false")
 
     return translate_errors(call, clear)

@@ -6,11 +6,9 @@ later clients with work of the same shape is copied into its tensors.
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,21 +16,21 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.data import Batch
+from partita.core.model import Forward, logits_and_losses
 from partita.core.tensors import Slots, Tensors
 from partita.core.torch_private import foreach_copy_
+from partita.training.captured_forward import CapturedForward
 from partita.training.client_axis import VmapError
-from partita.training.compilation import SMALL_MODEL, CompiledLayers, CompiledVmap
-from partita.training.gradients import Lift
+from partita.training.compilation import SMALL_MODEL, CompiledGradients, CompiledLayers, CompiledVmap, CompileError
+from partita.training.cuda_capture import Recorder, Replay
+from partita.training.gradients import GradientEstimator
 from partita.training.parameter_groups import ParameterGroup, parameter_groups, split_by_group
-from partita.training.phase_trainer import PhaseTrainer, Step, step_estimator
+from partita.training.phase_trainer import PhaseTrainer, Step, run_eagerly, step_estimator
 from partita.training.phase_work import PhaseWork
 
 WARMUP_STEPS = 2  # eager steps of one shape before a capture: torch selects kernels in the first steps
 MAX_CACHED = 16  # cached blocks with their graphs, each with a copy of the shared tensors; least recently used go first
 POISSON_SIZES = 8  # sizes of padded Poisson batches up to the expected size
-
-Replay = tuple[Callable[[], None], Tensor]  # a function that replays the captured work, and the tensor of its result
-Recorder = Callable[[Callable[[], Tensor]], Replay]
 
 
 class GraphError(ValueError):
@@ -49,12 +47,17 @@ class GraphCache:
         strict: Whether work that cannot be captured is an error. If False, a warning is issued and the steps run
             eagerly.
         compile: Whether to compile the forward pass with `torch.compile`.
+        strict_compile: Whether a failure of the compiler is an error. If False, a warning is issued and nothing more is
+            compiled.
     """
 
-    def __init__(self, recorder: Recorder | None, strict: bool = True, compile: bool = False) -> None:
+    def __init__(
+        self, recorder: Recorder | None, strict: bool = True, compile: bool = False, strict_compile: bool = True
+    ) -> None:
         self.recorder, self.compile = recorder, compile
-        self.strict = strict
+        self.strict, self.strict_compile = strict, strict_compile
         self.known: OrderedDict[Hashable, PhaseTrainer] = OrderedDict()
+        self.forward: Forward = CapturedForward(self.record) if recorder else logits_and_losses
 
     def __call__(self, work: PhaseWork) -> PhaseTrainer:
         """Return a trainer for the work: a new one, or a cached one with the work's data."""
@@ -68,25 +71,34 @@ class GraphCache:
             self.known.popitem(last=False)
         return trainer
 
+    def _gradients(self, work: PhaseWork) -> GradientEstimator:
+        plain = step_estimator(work)
+        if not self.compile or work.dp_settings is not None:
+            return plain
+        size = work.axis.count * sum(work.start_params[0][name].numel() for name in work.names)
+        combine = size < SMALL_MODEL and work.device.type == "cuda"
+        kind = CompiledLayers if work.objective.model.compiles_by_layer() else CompiledVmap
+        compiled = step_estimator(work, kind(work.axis, str(work.objective), combine))
+        return compiled if self.strict_compile else CompiledGradients(compiled, plain, self._stop_compiling)
+
+    def _stop_compiling(self, error: Exception) -> None:
+        if self.compile:
+            warnings.warn(f"{str(error).splitlines()[0]}; steps are not compiled, which is slower", stacklevel=2)
+        self.compile = False
+
     def _trainer(self, work: PhaseWork) -> PhaseTrainer:
         objective = work.objective
         what = str(objective)
-        lift: Lift | None = None
-        if self.compile and work.dp_settings is None:
-            size = work.axis.count * sum(work.start_params[0][name].numel() for name in work.names)
-            combine = size < SMALL_MODEL and work.device.type == "cuda"
-            kind = CompiledLayers if objective.model.compiles_by_layer() else CompiledVmap
-            lift = kind(work.axis, what, combine)
         return PhaseTrainer(
             work,
-            step_estimator(work, lift),
+            self._gradients(work),
             CapturableOptimizer(
                 parameter_groups(work.run.training, objective.model, work.names),
                 work.names,
                 work.device,
                 work.run.training.warmup_steps,
             ),
-            GraphedSteps(lambda step: self.record(step, what)),
+            GraphedSteps(lambda step: self.record(step, f"steps of {what}")) if self.recorder else run_eagerly,
             reused=True,
             multiple=_multiple(work) if self.recorder else 1,
         )
@@ -94,12 +106,12 @@ class GraphCache:
     def __str__(self) -> str:
         return " and ".join(["recorded"] * bool(self.recorder) + ["compiled"] * self.compile)
 
-    def record(self, work: Callable[[], Tensor], what: str) -> Replay | None:
+    def record(self, work: Callable[[], Any], what: str) -> tuple[Callable[[], None], Any] | None:
         """Capture work; return None if it must run eagerly.
 
         Args:
             work: The work. It may use only tensors that stay at the same addresses.
-            what: The model and method, for messages.
+            what: What the work is, for messages.
 
         Raises:
             GraphError: If the work cannot be captured and the cache is strict.
@@ -108,41 +120,12 @@ class GraphCache:
             return None
         try:
             return self.recorder(work)
-        except (RuntimeError, VmapError) as error:  # a VmapError is a RuntimeError from vmapped code, re-raised
-            text = (
-                f"steps of {what} cannot be captured in a CUDA graph: {str(error.__cause__ or error).splitlines()[0]}"
-            )
+        except (RuntimeError, VmapError, CompileError) as error:  # the last two are RuntimeErrors, re-raised
+            text = f"{what} cannot be captured in a CUDA graph: {str(error.__cause__ or error).splitlines()[0]}"
             if self.strict:
                 raise GraphError(f"{text}; set engine.cuda_graphs = false") from error
             warnings.warn(f"{text}; they run eagerly, which is slower", stacklevel=2)
             return None
-
-
-class CudaRecorder:
-    """Captures CUDA graphs. They share one memory pool: only tensors outside the pool must survive a replay."""
-
-    def __init__(self) -> None:
-        self.pool: Any = None
-
-    def __call__(self, work: Callable[[], Tensor]) -> Replay:
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with _no_garbage(), torch.cuda.graph(graph, pool=self.pool):
-            result = work()
-        return graph.replay, result
-
-
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Disable garbage collection: collecting an old graph during a capture would break the capture."""
-    gc.collect()
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 class GraphedSteps:
@@ -154,29 +137,39 @@ class GraphedSteps:
 
     def __init__(self, record: Callable[[Callable[[], Tensor]], Replay | None]) -> None:
         self.record = record
-        self.replays: dict[Hashable, tuple[Batch, Replay] | None] = {}
+        self.held: dict[Hashable, Batch] = {}  # the batches that captured steps read
+        self.replays: dict[Hashable, Replay | None] = {}
         self.taken = Counter[Hashable]()
 
     def __call__(self, step: Step, batch: Batch, variant: Hashable) -> Tensor:
         shape = _layout(batch.inputs), tuple(batch.targets.shape), batch.mask is None, variant
+        self.taken[shape] += 1
+        if self.taken[shape] < WARMUP_STEPS or self.replays.get(shape, ()) is None:
+            return step(batch)
+        held = self._hold(shape, batch)
+        if self.taken[shape] == WARMUP_STEPS:
+            # With the tensors of the capture: the compiler makes another program where strides differ, and cannot
+            # make it during a capture.
+            return step(held)
         if shape not in self.replays:
-            self.taken[shape] += 1
-            if self.taken[shape] <= WARMUP_STEPS:
-                return step(batch)
-            self.replays[shape] = self._capture(step, batch)
+            self.replays[shape] = self.record(lambda: step(held))
         captured = self.replays[shape]
         if captured is None:
+            del self.held[shape]
             return step(batch)
-        held, (replay, losses) = captured
-        foreach_copy_(list(_tensors(held)), list(_tensors(batch)))
+        replay, losses = captured
         replay()
         return losses.clone()
 
-    def _capture(self, step: Step, batch: Batch) -> tuple[Batch, Replay] | None:
+    def _hold(self, shape: Hashable, batch: Batch) -> Batch:
+        """Return the batch in the tensors of its shape."""
+        if shape in self.held:
+            held = self.held[shape]
+            foreach_copy_(list(_tensors(held)), list(_tensors(batch)))
+            return held
         mask = None if batch.mask is None else batch.mask.clone()
-        held = Batch(tensors.clone_all(batch.inputs), batch.targets.clone(), mask)
-        replay = self.record(lambda: step(held))
-        return None if replay is None else (held, replay)
+        self.held[shape] = Batch(tensors.clone_all(batch.inputs), batch.targets.clone(), mask)
+        return self.held[shape]
 
 
 class CapturableOptimizer:
