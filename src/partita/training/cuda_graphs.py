@@ -20,6 +20,7 @@ from partita.core import tensors
 from partita.core.data import Batch
 from partita.core.tensors import Slots, Tensors
 from partita.core.torch_private import foreach_copy_
+from partita.training.batch_shapes import BatchPadding
 from partita.training.client_axis import VmapError
 from partita.training.compilation import SMALL_MODEL, CompiledLayers, CompiledVmap
 from partita.training.gradients import Lift
@@ -29,6 +30,7 @@ from partita.training.phase_work import PhaseWork
 
 WARMUP_STEPS = 2  # eager steps of one shape before a capture: torch selects kernels in the first steps
 MAX_CACHED = 16  # cached blocks with their graphs, each with a copy of the shared tensors; least recently used go first
+PARTS = 4  # sizes of padded batches up to the full size
 POISSON_SIZES = 8  # sizes of padded Poisson batches up to the expected size
 
 Replay = tuple[Callable[[], None], Tensor]  # a function that replays the captured work, and the tensor of its result
@@ -88,7 +90,7 @@ class GraphCache:
             ),
             GraphedSteps(lambda step: self.record(step, what)),
             reused=True,
-            multiple=_multiple(work) if self.recorder else 1,
+            padding=_padding(work) if self.recorder else None,
         )
 
     def __str__(self) -> str:
@@ -226,11 +228,12 @@ def _tensors(batch: Batch) -> Iterator[Tensor]:
         yield batch.mask
 
 
-def _multiple(work: PhaseWork) -> int:
-    """Poisson batches have many sizes: pad them, so that few graphs serve all steps."""
-    if work.dp_settings is None or work.dp_settings.sampling != "poisson":
-        return 1
-    return max(1, work.run.training.batch_size // POISSON_SIZES)
+def _padding(work: PhaseWork) -> BatchPadding:
+    """How to pad batches, so that few graphs serve all steps. Poisson batches have many sizes, some above the full."""
+    training = work.run.training
+    if work.dp_settings is not None and work.dp_settings.sampling == "poisson":
+        return BatchPadding(max(1, training.batch_size // POISSON_SIZES), None)
+    return BatchPadding(-(-training.examples_per_step // PARTS), training.examples_per_step)
 
 
 def _shape(work: PhaseWork) -> Hashable:

@@ -17,6 +17,7 @@ from partita.core.plan import Phase
 from partita.core.settings import Run
 from partita.core.update import DeltaFacts
 from partita.training.augmentation import augment
+from partita.training.batch_shapes import step_shapes
 from partita.training.batching import iterate_batches
 from partita.training.dp_sgd import NoiseSource
 from partita.training.objective import rule_batch
@@ -80,10 +81,11 @@ def start_training(
         drops = run.training.dropout and ranked[0].ctx.model.uses_dropout()
         draws = drops or run.training.augment
         seed_keys = [client_round.key / "dropout" / index for client_round in ranked] if draws else None
-        batches = iterate_batches(examples, schedules, trainer.device, seed_keys, trainer.multiple)
+        shapes = step_shapes([schedule.sizes for schedule in schedules], trainer.padding)
+        batches = iterate_batches(examples, schedules, trainer.device, seed_keys, shapes if trainer.padding else None)
         if run.training.augment:
             batches = _augmented(batches, run.training.augment, drops)
-        losses = [trainer.step(batch) for batch in batches]
+        losses = [trainer.step(batch, shape.active) for batch, shape in zip(batches, shapes, strict=True)]
         moved = trainer.deltas()
         for place, params, delta in zip(order, trainer.params(), moved.deltas, strict=True):
             trained[place].append(params)

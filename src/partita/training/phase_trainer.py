@@ -16,6 +16,7 @@ from partita.core.optim import warmup_factor
 from partita.core.packed import layout_for
 from partita.core.tensors import Slots, Tensors
 from partita.core.torch_private import foreach_copy_, foreach_zero_
+from partita.training.batch_shapes import BatchPadding
 from partita.training.client_axis import ClientVmap, leading_clients
 from partita.training.gradients import AccumulatedGradients, GradientEstimator, Lift
 from partita.training.parameter_groups import ParameterGroup, parameter_groups, split_by_group
@@ -110,7 +111,7 @@ class PhaseTrainer:
         optimizer: Takes optimizer steps.
         run_step: Runs a step, or replays a captured one.
         reused: Whether the trainer's tensors are used again for other clients, so that results must be copies.
-        multiple: The number of units of a batch is padded to a multiple of this.
+        padding: How batches are padded, so that they have few shapes; None if they are not.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class PhaseTrainer:
         optimizer: OptimizerSteps | None = None,
         run_step: StepRunner = run_eagerly,
         reused: bool = False,
-        multiple: int = 1,
+        padding: BatchPadding | None = None,
     ) -> None:
         self.run, self.axis, self.names, self.device = work.run, work.axis, work.names, work.device
         self.objective = work.objective
@@ -133,7 +134,7 @@ class PhaseTrainer:
             parameter_groups(training, model, work.names), training.warmup_steps
         )
         self.lift = ClientVmap(self.axis, str(self.objective))
-        self.run_step, self.reused, self.multiple = run_step, reused, multiple
+        self.run_step, self.reused, self.padding = run_step, reused, padding
         self.trainable, self.moments = work.stacked()
         # The owners of shared tensors may change or free them, so a trainer that is used again has its own copies.
         self.fixed = [(_cloned(value), dims) for value, dims in work.fixed] if reused else work.fixed
@@ -141,6 +142,8 @@ class PhaseTrainer:
 
     def _begin(self, work: PhaseWork) -> None:
         self.anchor, self.initial_steps = work.anchor, work.initial_steps
+        self.finished: list[tuple[int, list[Tensor]]] = []  # (first client, parameters and moments of some clients)
+        self.first_finished = self.axis.count
         self.optimizer.reset(work.objective.lr, self.initial_steps)
         if self.private is not None:
             self.private.begin(work.noise_sources)
@@ -160,20 +163,43 @@ class PhaseTrainer:
         else:
             foreach_copy_(list(leaves([self.trainable, self.moments])), list(leaves(list(work.stacked()))))
 
-    def step(self, batch: Batch) -> Tensor:
-        """Take one step of the leading clients, those in the batch; the others have finished.
+    def step(self, batch: Batch, active: int | None = None) -> Tensor:
+        """Take one step of the leading clients; the others have finished.
 
         Args:
             batch: Shape (client, example, ...), or (example, ...) for a single client.
+            active: The number of clients that take the step; None for all in the batch. Those after them are computed
+                as well, because a program for each number of clients would cost more. Their results do not change.
 
         Returns:
-            The task's loss of each client before the step, of shape (client,).
+            The task's loss of each client that takes the step, before the step, of shape (client,).
         """
+        count = len(batch.targets) if self.axis.many else 1
+        active = count if active is None else active
+        self._set_aside(active, count)
         variant = None
         if self.private is not None:
-            self.private.prepare(*self._arguments(batch))  # outside the step, which may be captured
+            trainable, values, dims, _ = self._arguments(batch)
+            self.private.prepare(trainable, values, dims, active)  # outside the step, which may be captured
             variant = self.private.ghost
-        return self.run_step(self._step, batch, variant)
+        losses = self.run_step(self._step, batch, variant)
+        return losses if active == count else losses[:active]
+
+    def _set_aside(self, active: int, count: int) -> None:
+        """Copy the clients that have finished, from `active` to `count`, before steps change their tensors."""
+        end = min(count, self.first_finished)
+        if active < end:
+            values = [value[active:end].clone() for value in leaves([self.trainable, self.moments])]
+            self.finished.append((active, values))
+            self.first_finished = active
+
+    def _restore(self) -> None:
+        """Copy the clients that were set aside back into the block."""
+        for first, values in self.finished:
+            whole = leaves([self.trainable, self.moments])
+            parts = [value[first : first + len(saved)] for value, saved in zip(whole, values, strict=True)]
+            foreach_copy_(parts, values)
+        self.finished = []
 
     def _arguments(self, batch: Batch) -> tuple[Tensors, list[Any], list[Any], int]:
         """The arguments of a gradient estimator."""
@@ -199,10 +225,12 @@ class PhaseTrainer:
 
     def params(self) -> list[Mapping[str, Tensor]]:
         """Return the trained parameters of each client, as views of the block's tensors."""
+        self._restore()
         return self.axis.views(tensors.clone_all(self.trainable) if self.reused else self.trainable)
 
     def deltas(self) -> PhaseDeltas:
         """Compute the deltas of the whole block, without waiting for the GPU."""
+        self._restore()
         trainable = {name: self.trainable[name] for name in self.names if name in self.objective.plan.up}
         if not trainable:
             return PhaseDeltas(self.axis.split(trainable), torch.zeros((), device=self.device), None)
@@ -231,6 +259,7 @@ class PhaseTrainer:
         Args:
             steps: The number of steps that each client took in this phase.
         """
+        self._restore()
         parts = {slot: tensors.clone_all(part) if self.reused else part for slot, part in self.moments.items()}
         per_client = {slot: self.axis.split(part) for slot, part in parts.items()}
         states = [{slot: parts[rank] for slot, parts in per_client.items()} for rank in range(self.axis.count)]

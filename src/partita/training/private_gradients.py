@@ -70,7 +70,12 @@ class PrivateGradients:
     def prepare(self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int) -> None:
         """Do what must happen anew before each step: draw its noise. Before the first steps, check the model.
 
-        The arguments are those of `__call__`.
+        Args:
+            trainable: As in `__call__`.
+            values: As in `__call__`.
+            dims: As in `__call__`.
+            count: The number of clients that take the step. A client of the batch that has finished gets no noise: its
+                parameters become NaN, and must not be released.
         """
         if not self.steps:
             self._set_shares(values[-2].device)
