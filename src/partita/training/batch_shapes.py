@@ -71,8 +71,7 @@ def step_shapes(sizes: Sequence[Sequence[int]], padding: BatchPadding | None = N
         ]
     if len(sizes) == 1:
         return [
-            _exact(step) if step[0] == padding.full else StepShape(1, 1, padding.units(step[0]), True)
-            for step in steps
+            _exact(step) if step[0] == padding.full else StepShape(1, 1, padding.units(step[0]), True) for step in steps
         ]
     largest = padding.units(max(map(max, steps), default=0))
     return [StepShape(len(step), few_clients(len(step), len(sizes)), largest, True) for step in steps]

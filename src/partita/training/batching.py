@@ -15,6 +15,7 @@ from partita.core.group_units import GroupUnits
 from partita.core.keyed_bits import example_seeds
 from partita.core.rng import Key
 from partita.training.batch_shapes import StepShape, round_up, step_shapes, token_limits, widen
+from partita.training.padding_meter import PaddingMeter
 
 NO_ROWS = torch.zeros(0, dtype=torch.long)  # the batch of a client that has finished
 MEMBER_BITS = 2  # leading bits of padded numbers of members of a group
@@ -26,6 +27,7 @@ def iterate_batches(
     device: torch.device,
     seed_keys: Sequence[Key] | None = None,
     shapes: Sequence[StepShape] | None = None,
+    meter: PaddingMeter | None = None,
 ) -> Iterator[Batch]:
     """Yield one batch per step, of shape (client, example, ...), or (example, ...) for a single client.
 
@@ -40,6 +42,7 @@ def iterate_batches(
         seed_keys: The key of each client from which the seeds of its examples are drawn; None for no seeds.
         shapes: The shape of each step, from `step_shapes` with a padding. Widths of tokens are then padded too. None
             for no more padding than a step needs.
+        meter: Counts the padding, if given.
     """
     own_schedules = schedules  # with indices of each client's own examples, which seeds depend on
     table = _shared_table(examples) if len(examples) > 1 else None
@@ -58,11 +61,14 @@ def iterate_batches(
         if table is not None:
             batch = _take_together(table, current, shape)
         else:
-            parts = [_take(part, indices) for part, indices in zip(examples, current, strict=False)]
+            parts = [_take(part, indices) for part, indices in zip(examples, current[: shape.active], strict=False)]
+            parts += [_nothing(parts[0])] * (shape.clients - shape.active)
             wanted = shape if padded else None
             batch = _pad(parts[0], wanted) if len(examples) == 1 else collate(parts, wanted)
         if limits is not None:
             batch = widen(batch, limits, _token_dim(examples))
+        if meter is not None:
+            meter.add(batch)
         if seed_keys is not None:
             drawn = _of_step(next(own_steps), shape)
             sizes = batch.targets.shape[int(len(examples) > 1) :]
@@ -167,7 +173,9 @@ def _take_together(table: Examples, rows: Sequence[Tensor], shape: StepShape) ->
     if shape.masked:
         sizes = torch.tensor([len(indices) for indices in rows])
         mask = (torch.arange(shape.units) < sizes.unsqueeze(1)).float()  # (client, example)
-        rows = [_padded(indices, shape.units) for indices in rows]
+        # A client without examples repeats one of the batch, so that the batch does not become longer by its tokens.
+        some = next((indices[:1] for indices in rows if len(indices)), NO_ROWS)
+        rows = [_padded(indices if len(indices) else some, shape.units) for indices in rows]
     batch = table.take(torch.cat(list(rows)))
 
     def by_client(value: Tensor) -> Tensor:
@@ -203,10 +211,13 @@ def _prefetch(sources: Sequence[Examples], step: Sequence[Tensor | None]) -> Non
 
 def _take(examples: Examples, indices: Tensor) -> Batch:
     """Take a batch. An empty one becomes one masked unit: not all data supports an empty lookup."""
-    if len(indices):
-        return examples.take(indices)
-    batch = examples.take(torch.zeros(1, dtype=torch.long))
-    return replace(batch, mask=torch.zeros(1) if batch.mask is None else torch.zeros_like(batch.mask))
+    return examples.take(indices) if len(indices) else _nothing(examples.take(torch.zeros(1, dtype=torch.long)))
+
+
+def _nothing(batch: Batch) -> Batch:
+    """The first unit of a batch, masked: what a client computes that has finished, or drew no examples."""
+    mask = torch.zeros(1) if batch.mask is None else torch.zeros_like(batch.mask[:1])
+    return Batch({name: value[:1] for name, value in batch.inputs.items()}, batch.targets[:1], mask)
 
 
 def _pad(batch: Batch, shape: StepShape | None) -> Batch:
