@@ -6,9 +6,9 @@ lengths of unequal texts from a log-normal one like that of medical abstracts. E
 are of one epoch, and all clients of a round train in one block, or one by one.
 
 A rate counts examples or tokens without padding. It is that of rounds after `--warmup` rounds, in which most graphs are
-captured. "with captures" is the rate of all rounds. The ratio is that of tokens per second (of examples for images) to
-the first side with as many clients per block. Shapes, captures and steps that were not replayed are those of all
-rounds. Sides are run one after another: each continues its own federation.
+captured. "with captures" is the rate of all rounds. The ratio is that of tokens per second to equal clients with such
+texts and as many clients in a round and in a block; "texts" is the ratio to equal clients with equal texts. Shapes,
+captures and steps that were not replayed are those of all rounds. Sides are run one after another.
 
 On a CPU, graphs are replaced by a recorder that runs the steps again: shapes, captures and padding are the same, times
 say nothing about graphs.
@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from environment import clock, environment
+from environment import environment, now
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 
@@ -133,10 +133,10 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for work, sizes in works.items():
         print(
-            f"{work:56} {'examples/s':>10} {'tokens/s':>10} {'spread':>13} {'ratio':>6} {'with captures':>13} "
-            f"{'shapes':>6} {'captures':>8} {'eager':>11} {'padding':>7}"
+            f"{work:56} {'examples/s':>10} {'tokens/s':>10} {'spread':>13} {'ratio':>6} {'texts':>6} "
+            f"{'with captures':>13} {'shapes':>6} {'captures':>8} {'eager':>11} {'padding':>7}"
         )
-        first: dict[bool, float] = {}  # the rate of the first side, by whether clients train one by one
+        equal: dict[tuple[int, bool], float] = {}  # the rate of equal clients, by number per block and kind of texts
         for side in sides(work, sizes):
             if chosen.sides and not any(word in str(side) for word in chosen.sides):
                 continue
@@ -144,7 +144,11 @@ def main() -> None:
             results.append(row)
             try:
                 row |= measure(work, sizes, side, chosen, device)
-                row["ratio"] = row["tokens/s"] / first.setdefault(side.block == 1, row["tokens/s"])
+                rate = row["tokens/s"]
+                if side.alpha is None:
+                    equal[side.block, side.unequal_texts] = rate
+                row["ratio"] = rate / equal.get((side.block, side.unequal_texts), float("nan"))
+                row["texts"] = rate / equal.get((side.block, False), float("nan"))
                 report(row)
             except Exception as error:
                 traceback.print_exc(limit=-4, file=sys.stderr)
@@ -155,22 +159,14 @@ def main() -> None:
 
 
 def sides(work: str, sizes: dict[str, int]) -> list[Side]:
-    """The first one with as many clients per block is what another one is compared with."""
+    """Equal clients come before the unequal ones that are compared with them."""
     count = sizes["clients"]
     few, part = max(2, 12 * count // 10), max(2, 3 * count // 10)
-    found = [Side(None, False, count, True, count, count)]
     lengths = [False, True] if work == "bert" else [False]
-    found += [
-        Side(alpha, unequal, count, True, count, count)
-        for unequal in lengths
-        for alpha in (None, 1.0, 0.3)
-        if unequal or alpha
-    ]
-    found.append(Side(None, False, part, True, few, part))
-    found.append(Side(0.05, lengths[-1], part, True, few, part))
+    found = [Side(alpha, texts, count, True, count, count) for texts in lengths for alpha in (None, 1.0, 0.3)]
+    found += [Side(alpha, texts, part, True, few, part) for texts in lengths for alpha in (None, 0.05)]
+    found += [Side(alpha, texts, 1, True, count, count) for texts in lengths for alpha in (None, 0.3)]
     found.append(Side(0.3, lengths[-1], count, False, count, count))
-    found.append(Side(None, False, 1, True, count, count))
-    found.append(Side(0.3, lengths[-1], 1, True, count, count))
     return found
 
 
@@ -193,11 +189,11 @@ def measure(work: str, sizes: dict[str, int], side: Side, chosen: Any, device: t
     cache = CountingCache(recorder) if side.graphs else None
     engine = SimulationEngine(run, model, federation.to(device), side.block, device, graphs=cache)
     seconds, played = [], list[RoundResult]()
-    start = clock(device)
+    start = now(device)
     for result in rounds(run, model, engine):
-        seconds.append(clock(device) - start)
+        seconds.append(now(device) - start)
         played.append(result)
-        start = clock(device)
+        start = now(device)
     examples = [sum(len(federation[client].train) for client in each.cohort) for each in played]
     counted = [sum(tokens[client] for client in each.cohort) for each in played]
     timed = slice(chosen.warmup, None)
@@ -250,7 +246,7 @@ def report(row: dict[str, Any]) -> None:
     eager = f"{row['eager steps']} of {row['steps']}" if "steps" in row else "all"
     print(
         f"{row['side']:56} {row['examples/s']:>10.0f} {row['tokens/s']:>10.0f} {low + '-' + high + 'k':>13} "
-        f"{row['ratio']:>6.2f} {row['tokens/s, with captures']:>13.0f} {row.get('shapes', ''):>6} "
+        f"{row['ratio']:>6.2f} {row['texts']:>6.2f} {row['tokens/s, with captures']:>13.0f} {row.get('shapes', ''):>6} "
         f"{row['captures']:>8} {eager:>11} {row['padding']:>7.1%}",
         flush=True,
     )

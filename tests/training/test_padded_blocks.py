@@ -199,3 +199,37 @@ def test_texts_of_many_lengths_train_padded_as_alone() -> None:
     assert min(captures[1:]) > 0
     undropped = play(toy_run(fedavg(), 4, SGD(0.9), batch_size=2, dropout=False), long_bert(), population)
     assert max_difference(ends[0], undropped[-1].server.params | {"loss": ends[0]["loss"]}) > 1e-3
+
+
+# ---- blocks of different sizes
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "local-only", "fedsam"])
+def test_smaller_block_uses_the_graphs_of_a_larger_one(name: str) -> None:
+    """Seven clients in blocks of five: the last two take the places of the first two of five."""
+    optimizer = AdamW(weight_decay=0.1) if name in ("fedavg", "local-only") else SGD()
+    graphs = GraphCache(ReplayingRecorder())
+    run = unequal_run(build(name), optimizer)
+    _, together = played(run, 5, graphs)
+    # Clients with other numbers of steps before the round train in blocks of their own, some alone.
+    assert [trainer.axis.count for trainer in graphs.known.values() if trainer.axis.many] == [5]
+    _, alone = played(run, 1)
+    assert max(max_difference(together[owner], alone[owner]) for owner in alone if alone[owner]) < 1e-7
+
+
+def test_larger_block_replaces_a_smaller_one() -> None:
+    graphs, ends = GraphCache(ReplayingRecorder()), []
+    for block, room in ((2, 2), (7, 7), (2, 7)):
+        _, ended = played(unequal_run(fedavg(), SGD(0.9)), block, graphs)
+        ends.append(ended["server"])
+        assert [trainer.axis.count for trainer in graphs.known.values() if trainer.axis.many] == [room]
+    assert max_difference(ends[0], ends[2]) == 0  # bit for bit: a leading part computes as a block of its own
+
+
+def test_smaller_private_block_has_its_own_sizes_and_noise() -> None:
+    graphs = GraphCache(ReplayingRecorder())
+    run = unequal_run(replace(fedavg(), privacy=NOISY), SGD(0.9), 4)
+    _, together = played(run, 5, graphs)
+    assert [trainer.axis.count for trainer in graphs.known.values()] == [5]
+    _, alone = played(run, 1)
+    assert max_difference(together["server"], alone["server"]) < 1e-7

@@ -18,6 +18,7 @@ from partita.training.batch_shapes import StepShape, round_up, step_shapes, toke
 from partita.training.padding_meter import PaddingMeter
 
 NO_ROWS = torch.zeros(0, dtype=torch.long)  # the batch of a client that has finished
+SMALL_COPY = 2**16  # bytes up to which the driver takes a copy of its own, so that the host need not wait
 MEMBER_BITS = 2  # leading bits of padded numbers of members of a group
 
 
@@ -230,11 +231,11 @@ def _pad(batch: Batch, shape: StepShape | None) -> Batch:
 
 
 def _place(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to the device. Only from pinned memory does a copy to a GPU not wait for the work before it."""
+    """Copy a batch to the device. A large copy to a GPU waits for all work before it, unless the memory is pinned."""
 
     def placed(value: Tensor) -> Tensor:
-        ready = value.pin_memory() if device.type == "cuda" and value.device.type == "cpu" else value
-        return ready.to(device, non_blocking=True)
+        large = device.type == "cuda" and value.device.type == "cpu" and value.nbytes > SMALL_COPY
+        return (value.pin_memory() if large else value).to(device, non_blocking=True)
 
     mask = None if batch.mask is None else placed(batch.mask)
     return Batch({name: placed(value) for name, value in batch.inputs.items()}, placed(batch.targets), mask)

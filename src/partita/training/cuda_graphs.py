@@ -59,12 +59,16 @@ class GraphCache:
         self.known: OrderedDict[Hashable, PhaseTrainer] = OrderedDict()
 
     def __call__(self, work: PhaseWork) -> PhaseTrainer:
-        """Return a trainer for the work: a new one, or a cached one with the work's data."""
+        """Return a trainer for the work: a new one, or a cached one with the work's data.
+
+        A trainer also serves fewer clients: the graphs for its leading clients are the same.
+        """
         shape = _shape(work)
-        if shape in self.known:
-            self.known.move_to_end(shape)
-            self.known[shape].reload(work)
-            return self.known[shape]
+        known = self.known.pop(shape, None)
+        if known is not None and known.axis.count >= work.axis.count:
+            self.known[shape] = known
+            known.reload(work)
+            return known
         self.known[shape] = trainer = self._trainer(work)
         if len(self.known) > MAX_CACHED:
             self.known.popitem(last=False)
@@ -241,15 +245,22 @@ def _shape(work: PhaseWork) -> Hashable:
     objective, rules = work.objective, work.run.method.client_rules
     # A rule may read `lr`, which is then a constant in the captured graph.
     lr = objective.lr if rules else None
-    layout = _layout({name: work.start_params[0][name] for name in work.names}), *map(_layout, work.fixed)
+    layout = (
+        _layout({name: work.start_params[0][name] for name in work.names}),
+        *(_layout(*part) for part in work.fixed),
+    )
     settings = id(objective.model), objective.plan, work.phase, tuple(map(id, rules)), work.run.training, lr
-    return settings, work.dp_settings, work.axis.count, layout
+    return settings, work.dp_settings, work.axis.many, layout
 
 
-def _layout(part: Any) -> Hashable:
-    """Names, shapes and types of nested dicts and tuples, with the vmap dimensions of their values."""
+def _layout(part: Any, dims: Any = None) -> Hashable:
+    """Names, shapes and types of nested dicts of tensors, for one client, and which of them have a client dimension.
+
+    Args:
+        part: The tensors.
+        dims: Their client dimension, as `in_dims` of `torch.vmap`.
+    """
     if isinstance(part, Tensor):
-        return part.shape, part.dtype
-    if isinstance(part, Mapping):
-        return tuple([(name, _layout(part[name])) for name in sorted(part)])
-    return tuple(map(_layout, part)) if isinstance(part, tuple) else part
+        return part.shape if dims is None else part.shape[1:], part.dtype, dims
+    within = {name: dims[name] if isinstance(dims, Mapping) else dims for name in part}
+    return tuple([(name, _layout(part[name], within[name])) for name in sorted(part)])

@@ -141,6 +141,7 @@ class PhaseTrainer:
         self._begin(work)
 
     def _begin(self, work: PhaseWork) -> None:
+        self.present = work.axis  # the clients of this work; the block may have room for more
         self.anchor, self.initial_steps = work.anchor, work.initial_steps
         self.finished: list[tuple[int, list[Tensor]]] = []  # (first client, parameters and moments of some clients)
         self.first_finished = self.axis.count
@@ -149,9 +150,11 @@ class PhaseTrainer:
             self.private.begin(work.noise_sources)
 
     def reload(self, work: PhaseWork) -> None:
-        """Start other work of the same shape in the same tensors."""
+        """Start other work of the same shape in the same tensors, of as many clients or fewer."""
         self._begin(work)
-        if fixed := list(leaves([value for value, _ in self.fixed])):
+        count = self.present.count
+        own = [leading_clients(part, count)[0] for part in self.fixed]
+        if fixed := list(leaves(own)):
             foreach_copy_(fixed, list(leaves([value for value, _ in work.fixed])))
         start = [work.start_params[0][name] for name in self.names]
         others = work.start_params[1:]
@@ -161,7 +164,8 @@ class PhaseTrainer:
             if self.moments:
                 foreach_zero_(list(leaves(self.moments)))
         else:
-            foreach_copy_(list(leaves([self.trainable, self.moments])), list(leaves(list(work.stacked()))))
+            own = [self.axis.leading(value, count) for value in leaves([self.trainable, self.moments])]
+            foreach_copy_(own, list(leaves(list(work.stacked()))))
 
     def step(self, batch: Batch, active: int | None = None) -> Tensor:
         """Take one step of the leading clients; the others have finished.
@@ -226,14 +230,16 @@ class PhaseTrainer:
     def params(self) -> list[Mapping[str, Tensor]]:
         """Return the trained parameters of each client, as views of the block's tensors."""
         self._restore()
-        return self.axis.views(tensors.clone_all(self.trainable) if self.reused else self.trainable)
+        trained = self._leading(self.trainable, self.present.count)
+        return self.present.views(tensors.clone_all(trained) if self.reused else trained)
 
     def deltas(self) -> PhaseDeltas:
-        """Compute the deltas of the whole block, without waiting for the GPU."""
+        """Compute the deltas of all clients, without waiting for the GPU."""
         self._restore()
-        trainable = {name: self.trainable[name] for name in self.names if name in self.objective.plan.up}
+        sent = {name: self.trainable[name] for name in self.names if name in self.objective.plan.up}
+        trainable = self._leading(sent, self.present.count)
         if not trainable:
-            return PhaseDeltas(self.axis.split(trainable), torch.zeros((), device=self.device), None)
+            return PhaseDeltas(self.present.split(trainable), torch.zeros((), device=self.device), None)
         anchor, dims = self.anchor
         shared = dims is None or all(dims[name] is None for name in trainable)
         can_pack = shared and len({value.dtype for value in trainable.values()}) == 1
@@ -243,7 +249,7 @@ class PhaseTrainer:
         squares = None
         if self.axis.many and not self.run.drift:  # without drift the server needs only one norm per client
             squares = _squared_norms([value.reshape(len(value), -1) for value in delta.values()]).sum(0).unsqueeze(1)
-        return PhaseDeltas(self.axis.split(delta), tensors.max_abs(delta), squares)
+        return PhaseDeltas(self.present.split(delta), tensors.max_abs(delta), squares)
 
     def _packed_deltas(self, trainable: Tensors, anchor: Tensors) -> PhaseDeltas:
         layout = layout_for(tuple(trainable), tuple(anchor[name].shape for name in trainable))
@@ -260,9 +266,11 @@ class PhaseTrainer:
             steps: The number of steps that each client took in this phase.
         """
         self._restore()
-        parts = {slot: tensors.clone_all(part) if self.reused else part for slot, part in self.moments.items()}
-        per_client = {slot: self.axis.split(part) for slot, part in parts.items()}
-        states = [{slot: parts[rank] for slot, parts in per_client.items()} for rank in range(self.axis.count)]
+        count = self.present.count
+        parts = {slot: self._leading(part, count) for slot, part in self.moments.items()}
+        parts = {slot: tensors.clone_all(part) if self.reused else part for slot, part in parts.items()}
+        per_client = {slot: self.present.split(part) for slot, part in parts.items()}
+        states = [{slot: parts[rank] for slot, parts in per_client.items()} for rank in range(count)]
         if self.run.training.optimizer.uses_step_count:
             for state, taken in zip(states, steps, strict=True):
                 state["age"] = {name: torch.tensor(count + taken) for name, count in self.initial_steps.items()}
