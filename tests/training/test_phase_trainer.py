@@ -379,3 +379,46 @@ def test_leaves_are_in_the_order_of_names_at_every_level() -> None:
     found = list(leaves([{"b": {"y": two, "x": one}, "c": three}, one]))
     assert [float(value) for value in found] == [1.0, 2.0, 3.0, 1.0]
     assert list(leaves({})) == []
+
+
+# ---- clients that have finished
+
+
+def test_finished_client_stays_exactly_as_it_was() -> None:
+    """Also if what is computed in its place is not finite, as with noise that was not drawn."""
+    spoiled: list[PhaseTrainer] = []
+
+    def run_step(step: Any, batch: Any, variant: Any) -> Any:
+        losses = step(batch)
+        for trainer in spoiled:
+            for value in [*trainer.trainable.values(), *trainer.moments["momentum"].values()]:
+                value[spoiled_from:] = torch.nan
+        return losses
+
+    starts = [scaled(by) for by in (1.0, 2.0, 3.0, 4.0)]
+    work = make_work(starts, optimizer=SGD(0.9, 0.1))
+    trainer = PhaseTrainer(work, run_step=run_step)
+    expected = PhaseTrainer(make_work(starts, optimizer=SGD(0.9, 0.1)))
+    for each in (trainer, expected):
+        each.step(stacked(*[line_batch()] * 4))
+    spoiled.append(trainer)
+    for active, count in ((3, 4), (2, 4), (2, 2), (1, 2)):
+        spoiled_from = active
+        assert trainer.step(stacked(*[line_batch()] * count), active).shape == (active,)
+        expected.step(stacked(*[line_batch()] * active))
+    spoiled.clear()
+    steps = [5, 4, 2, 1]
+    for found, wanted in zip(trainer.params(), expected.params(), strict=True):
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert torch.isfinite(trainer.deltas().largest)
+    for found, wanted in zip(trainer.states(steps), expected.states(steps), strict=True):
+        assert all(torch.equal(found["momentum"][name], wanted["momentum"][name]) for name in wanted["momentum"])
+
+
+def test_clients_set_aside_do_not_enter_the_next_round() -> None:
+    trainer = PhaseTrainer(make_work([scaled(1.0), scaled(2.0)]), reused=True)
+    trainer.step(stacked(line_batch(), line_batch()))
+    trainer.step(stacked(line_batch(), line_batch()), 1)
+    trainer.reload(make_work([scaled(5.0), scaled(6.0)]))
+    for found, start in zip(trainer.params(), (5.0, 6.0), strict=True):
+        assert all(torch.equal(found[name], value) for name, value in scaled(start).items())

@@ -97,9 +97,9 @@ def test_seeds_come_from_the_key_of_client_round_and_phase(monkeypatch: pytest.M
     seen: list[Tensor] = []
     step = PhaseTrainer.step
 
-    def watched(self: PhaseTrainer, batch: Batch) -> Tensor:
+    def watched(self: PhaseTrainer, batch: Batch, active: int) -> Tensor:
         seen.append(batch.inputs[EXAMPLE_SEEDS])
-        return step(self, batch)
+        return step(self, batch, active)
 
     monkeypatch.setattr(PhaseTrainer, "step", watched)
     run = toy_run(fedavg(), 1)

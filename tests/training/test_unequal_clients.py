@@ -36,6 +36,7 @@ from partita.methods import build
 from partita.methods.local_only import local_only
 from partita.testing.conformance import states_of
 from partita.testing.toy import Float64Model
+from partita.training.batch_shapes import BatchPadding, step_shapes
 from partita.training.batching import collate, iterate_batches
 from partita.training.local_training import group_key, train_clients
 
@@ -249,10 +250,12 @@ def test_batches_are_padded_to_a_multiple_with_a_mask(multiple: int) -> None:
     sizes = (4, 1, 0), (3, 2)
     schedules = [BatchSchedule(torch.arange(sum(own)) % 3, own) for own in sizes]
     for examples in (parts, apart, parts[:1]):
-        padded = list(iterate_batches(examples, schedules[: len(examples)], torch.device("cpu"), None, multiple))
+        shapes = step_shapes(sizes[: len(examples)], BatchPadding(multiple, None))
+        padded = list(iterate_batches(examples, schedules[: len(examples)], torch.device("cpu"), None, shapes))
         plain = list(iterate_batches(examples, schedules[: len(examples)], torch.device("cpu")))
         for step, (wide, narrow) in enumerate(zip(padded, plain, strict=True)):
             own = [size[step] for size in sizes[: len(examples)] if step < len(size)]
+            assert shapes[step].active == shapes[step].clients == len(own)  # so few clients are not padded
             longest = -(-max(*own, 1) // multiple) * multiple
             assert wide.mask is not None
             rows = wide.mask.view(-1, longest)

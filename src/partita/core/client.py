@@ -24,7 +24,7 @@ from partita.core.plan import NO_NAMES, Phase, Plan, RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.core.settings import Run
 from partita.core.tensors import Names, Slots, Tensors
-from partita.core.update import DeltaFacts, Update
+from partita.core.update import ComputedWork, DeltaFacts, Update
 
 OPTIMIZER_PREFIX = "optimizer."  # prefix of the memory slots that hold the optimizer state
 
@@ -113,6 +113,7 @@ class LocalResult:
         optimizer: The optimizer state by slot.
         facts: The delta, `params - anchor` for the names in `plan.up`, with what is known about it. Training computes
             it for all clients of a block at once.
+        work: How much of what was computed was padding; None if that was not measured.
     """
 
     params: Mapping[str, Tensor]
@@ -120,6 +121,7 @@ class LocalResult:
     losses: Sequence[float]
     optimizer: Slots
     facts: DeltaFacts
+    work: ComputedWork | None = None
 
     @property
     def delta(self) -> Mapping[str, Tensor]:
@@ -350,6 +352,8 @@ def finish_round(run: Run, client_round: ClientRound, learned: LocalResult) -> t
         client_round.metrics,
         client_round.job.round,
         learned.facts,
+        # Sizes of Poisson batches are secret.
+        learned.work if client_round.dp_settings is None else None,
     )
     for index, transform in enumerate(run.method.transforms):
         known = {slot: memory[slot] for slot in sorted(transform.slots & memory.keys())}

@@ -64,6 +64,11 @@ class GroupUnits:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def limits(self) -> tuple[int, int] | None:
+        """The longest padded rows of tokens, of the inputs and of the targets; None if the examples are no texts."""
+        return getattr(self.examples, "limits", None)
+
     def members(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the places of the members of some groups and their mask, both (group, member)."""
         counts = (self.offsets[indices + 1] - self.offsets[indices]).unsqueeze(1)

@@ -21,7 +21,7 @@ from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.settings import Run, RunError
 from partita.core.tensors import Names, restrict_slots
 from partita.core.traffic import Traffic, TrafficMeter
-from partita.core.update import Aggregate, MaskedUpdate, SecureSum, Update
+from partita.core.update import Aggregate, ComputedWork, MaskedUpdate, SecureSum, Update
 from partita.core.update_checks import CheckedUpdate, InvalidUpdate, UpdateLimits, UpdateValidator, readable, shorten
 from partita.core.versions import ParameterVersions
 
@@ -96,6 +96,7 @@ class RoundResult:
         population: The number of available clients from which the cohort was drawn.
         losses: By client, the training loss that it reported; empty with secure aggregation.
         secure: What the row says about secure aggregation; None without it.
+        padding: The share of padding in what the clients' training computed; None if it is not known.
     """
 
     number: int
@@ -114,6 +115,7 @@ class RoundResult:
     population: int = 0
     losses: Mapping[str, float] = field(default_factory=dict)
     secure: Mapping[str, Any] | None = None
+    padding: float | None = None
 
 
 def initial_server(run: Run, model: Model) -> Server:
@@ -215,6 +217,7 @@ class _RoundRunner:
         self.norms: dict[str, float] = {}
         self.bounded: set[str] = set()
         self.secure: SecureSum | None = None
+        self.work: list[ComputedWork] = []
 
     def run_round(self, engine: Engine) -> RoundResult:
         method, clients = self.run.method, engine.clients()
@@ -279,6 +282,7 @@ class _RoundRunner:
         )
         weight = sum(weight for weight, _ in self.losses.values())
         loss = sum(weight * loss for weight, loss in self.losses.values()) / weight if weight else None
+        computed = sum(work.computed for work in self.work)
         return RoundResult(
             self.number,
             replace(server, versions=versions),
@@ -296,6 +300,7 @@ class _RoundRunner:
             self.population,
             {client: loss for client, (_, loss) in self.losses.items()},
             self.secure.facts if self.secure else None,
+            1 - sum(work.real for work in self.work) / computed if computed else None,
         )
 
     def _job(self, client: str) -> Job:
@@ -393,6 +398,8 @@ class _RoundRunner:
             self.metrics[update.client] = update.metrics
         if update.loss is not None:
             self.losses[update.client] = update.weight, update.loss
+        if update.work is not None:
+            self.work.append(update.work)
         if checked.norm is not None:
             self.norms[update.client] = checked.norm
         if checked.bounded:

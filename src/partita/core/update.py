@@ -29,6 +29,19 @@ class DeltaFacts:
 
 
 @dataclass(frozen=True)
+class ComputedWork:
+    """How much a client's training computed. Like `DeltaFacts`, it is created in this process or its workers only.
+
+    Attributes:
+        real: The tokens of texts, or otherwise the examples, that count.
+        computed: The same with all padding.
+    """
+
+    real: int
+    computed: int
+
+
+@dataclass(frozen=True)
 class Update:
     """What one client sends to the server.
 
@@ -42,6 +55,7 @@ class Update:
         metrics: Numbers from the `LayerSelection.metrics` of the client's rules.
         round: The round that this update answers; None if the engine does not report it.
         facts: What training measured about its delta. Read it with `known_facts`.
+        work: How much of the training's work was padding; None if that is not known, or is private.
     """
 
     client: str
@@ -53,6 +67,7 @@ class Update:
     metrics: Mapping[str, float] = field(default_factory=dict)
     round: int | None = None
     facts: DeltaFacts | None = None
+    work: ComputedWork | None = None
 
     def known_facts(self) -> DeltaFacts | None:
         """Return the facts about the delta; None if there are none, or if the delta was replaced since."""

@@ -26,7 +26,7 @@ from partita.core.packed import PackedLayout, PackedTensors, shapes
 from partita.core.plan import Plan
 from partita.core.settings import Run
 from partita.core.tensors import Names, Slots, Tensors
-from partita.core.update import DeltaFacts, Update
+from partita.core.update import ComputedWork, DeltaFacts, Update
 
 # An honest round changes parameters by a fraction of their norm, and new parameters (a head, prompts, low-rank factors)
 # by about 1. A thousand times that is divergence or an attack, and still far from float32 overflow. The limit is
@@ -336,6 +336,8 @@ def readable(update: Update) -> Update:
 def _readable(update: Update) -> Update:
     if update.facts is not None and type(update.facts) is not DeltaFacts:
         raise InvalidUpdate(f"sent facts as {type(update.facts).__name__}")
+    if update.work is not None and type(update.work) is not ComputedWork:
+        raise InvalidUpdate(f"sent work as {type(update.work).__name__}")
     delta, steps, metrics = (_mapping(getattr(update, field), field) for field in ("delta", "steps", "metrics"))
     slots = {slot: _tensors(part, f"slot {shorten(slot)}") for slot, part in _mapping(update.slots, "slots").items()}
     delta = _tensors(delta, "delta")

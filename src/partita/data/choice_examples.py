@@ -38,6 +38,11 @@ class ChoiceExamples:
         """The maximum number of tokens of a row."""
         return self.answered.limit
 
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The longest padded rows, of the inputs and of the targets."""
+        return self.answered.limits
+
     def lengths(self, indices: Tensor) -> Tensor:
         """Return the number of tokens of questions with their right answers, (question,)."""
         return self.answered.lengths(self.first[indices] + self.right[indices])

@@ -34,6 +34,11 @@ class PackedExamples:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The longest padded rows, of the inputs and of the targets."""
+        return self.limit, self.limit
+
     def take(self, indices: Tensor) -> Batch:
         counts = self.offsets[indices + 1] - self.offsets[indices]  # (row,)
         before = counts.cumsum(0) - counts  # examples of the rows before

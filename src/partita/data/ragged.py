@@ -53,6 +53,11 @@ class RaggedExamples:
         """Return the number of tokens of rows, (row,)."""
         return self.offsets[indices + 1] - self.offsets[indices]
 
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The longest padded rows: of the inputs, and of the targets if each token has one, else 0."""
+        return self.limit, self.limit if self.each_token else 0
+
     def width(self) -> int:
         """Return the number of tokens of the longest padded batch."""
         return padded(int(self.offsets.diff().max()), self.limit) if len(self) else 0

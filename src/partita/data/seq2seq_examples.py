@@ -39,6 +39,11 @@ class Seq2SeqExamples:
         """The tokens of all target rows, (token,)."""
         return self.answers.ids
 
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The longest padded rows, of the sources and of the targets."""
+        return self.sources.limit, self.answers.limit
+
     def vocabulary_size(self) -> int:
         """Return the smallest vocabulary size that holds every token."""
         return max(self.sources.vocabulary_size(), self.answers.vocabulary_size(), self.start + 1)

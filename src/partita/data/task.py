@@ -95,6 +95,11 @@ class Subset:
         return self.table.take(self.indices[indices])
 
     @property
+    def limits(self) -> tuple[int, int] | None:
+        """The longest padded rows of tokens, of the inputs and of the targets; None for a table without texts."""
+        return getattr(self.table, "limits", None)
+
+    @property
     def documents(self) -> Tensor | None:
         """The document of each example, (example,); None if examples are documents."""
         documents = getattr(self.table, "documents", None)

@@ -296,6 +296,7 @@ def _outcome(experiment: Experiment, result: RoundResult, seconds: float) -> Row
         "up": dict(result.traffic.up),
         "down": dict(result.traffic.down),
         "drift": result.drift,
+        **({} if result.padding is None else {"padding": round(result.padding, 4)}),
         **({"secure": dict(result.secure)} if result.secure else {}),
     }
 

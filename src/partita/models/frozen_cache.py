@@ -120,6 +120,11 @@ class CachedExamples:
         return len(self.examples)
 
     @property
+    def limits(self) -> tuple[int, int] | None:
+        """The longest padded rows of tokens, of the inputs and of the targets; None if the examples are no texts."""
+        return getattr(self.examples, "limits", None)
+
+    @property
     def documents(self) -> Tensor | None:
         """The document of each example, (example,); None if examples are documents."""
         found: Tensor | None = getattr(self.examples, "documents", None)

@@ -43,6 +43,11 @@ ROW: Mapping[str, Quantity] = {
     "seconds": Quantity(
         "named", "named", "wall time and file times depend on the amount of work and are not protected"
     ),
+    "padding": Quantity(
+        "withheld",
+        "withheld",
+        "the share of padding in the clients' batches follows from how many examples they have, and how long these are",
+    ),
     "cohort": Quantity(
         "public",
         "named",

@@ -150,7 +150,7 @@ _SECURE = record(
 ROW = record(
     {"round": count},
     {
-        **dict.fromkeys(("seconds", "lr", "train_loss"), real),
+        **dict.fromkeys(("seconds", "padding", "lr", "train_loss"), real),
         **dict.fromkeys(("bytes", "up", "down", "test", "validation", "losses"), optional(_NUMBERS)),
         **dict.fromkeys(("drift", "personal", "unseen", "by_type"), _BY_GROUP),
         "subgroups": optional(record({"groups": table(_NUMBERS)}, {"gap": real, "minimum": real})),

@@ -9,12 +9,17 @@ from itertools import chain, pairwise, zip_longest
 import torch
 from torch import Tensor
 
-from partita.core import tensors
 from partita.core.batch_schedule import BatchSchedule
 from partita.core.data import EXAMPLE_SEEDS, IGNORE_INDEX, Batch, Examples, PrefetchingExamples, TableExamples
 from partita.core.group_units import GroupUnits
 from partita.core.keyed_bits import example_seeds
 from partita.core.rng import Key
+from partita.training.batch_shapes import StepShape, round_up, step_shapes, token_limits, widen
+from partita.training.padding_meter import PaddingMeter
+
+NO_ROWS = torch.zeros(0, dtype=torch.long)  # the batch of a client that has finished
+SMALL_COPY = 2**16  # bytes up to which the driver takes a copy of its own, so that the host need not wait
+MEMBER_BITS = 2  # leading bits of padded numbers of members of a group
 
 
 def iterate_batches(
@@ -22,7 +27,8 @@ def iterate_batches(
     schedules: Sequence[BatchSchedule],
     device: torch.device,
     seed_keys: Sequence[Key] | None = None,
-    multiple: int = 1,
+    shapes: Sequence[StepShape] | None = None,
+    meter: PaddingMeter | None = None,
 ) -> Iterator[Batch]:
     """Yield one batch per step, of shape (client, example, ...), or (example, ...) for a single client.
 
@@ -35,8 +41,9 @@ def iterate_batches(
         schedules: The batches of each client.
         device: The device for the batches.
         seed_keys: The key of each client from which the seeds of its examples are drawn; None for no seeds.
-        multiple: Batches are padded to a multiple of this size, so that they have few shapes. Above 1, all batches have
-            a mask, which excludes the padding.
+        shapes: The shape of each step, from `step_shapes` with a padding. Widths of tokens are then padded too. None
+            for no more padding than a step needs.
+        meter: Counts the padding, if given.
     """
     own_schedules = schedules  # with indices of each client's own examples, which seeds depend on
     table = _shared_table(examples) if len(examples) > 1 else None
@@ -45,22 +52,31 @@ def iterate_batches(
         rows = (part.indices.index_select(0, schedule.order) for part, schedule in pairs)  # type: ignore[attr-defined]
         schedules = [BatchSchedule(order, schedule.sizes) for order, schedule in zip(rows, schedules, strict=True)]
     reads_ahead = isinstance(getattr(examples[0], "table", examples[0]), PrefetchingExamples)
+    padded = shapes is not None
+    limits = token_limits(examples[0]) if padded else None
+    shapes = step_shapes([schedule.sizes for schedule in schedules]) if shapes is None else shapes
     own_steps = zip_longest(*own_schedules)
-    for number, (step, following) in enumerate(pairwise(chain(zip_longest(*schedules), [()]))):
-        current = [indices for indices in step if indices is not None]
+    steps = pairwise(chain(zip_longest(*schedules), [()]))
+    for number, ((step, following), shape) in enumerate(zip(steps, shapes, strict=True)):
+        current = _of_step(step, shape)
         if table is not None:
-            batch = _take_together(table, current, multiple)
-        elif len(examples) == 1:
-            batch = _take(examples[0], current[0], multiple)
+            batch = _take_together(table, current, shape)
         else:
-            batch = collate([_take(part, indices, multiple) for part, indices in zip(examples, current, strict=False)])
+            parts = [_take(part, indices) for part, indices in zip(examples, current[: shape.active], strict=False)]
+            parts += [_nothing(parts[0])] * (shape.clients - shape.active)
+            wanted = shape if padded else None
+            batch = _pad(parts[0], wanted) if len(examples) == 1 else collate(parts, wanted)
+        if limits is not None:
+            batch = widen(batch, limits, _token_dim(examples))
+        if meter is not None:
+            meter.add(batch)
         if seed_keys is not None:
-            drawn = [indices for indices in next(own_steps) if indices is not None]
-            shape = batch.targets.shape[int(len(examples) > 1) :]
-            own = [_own_places(part, indices, shape) for part, indices in zip(examples, drawn, strict=False)]
+            drawn = _of_step(next(own_steps), shape)
+            sizes = batch.targets.shape[int(len(examples) > 1) :]
+            own = [_own_places(part, indices, sizes) for part, indices in zip(examples, drawn, strict=False)]
             seeds = example_seeds(seed_keys[: len(current)], number, torch.stack(own))
             if isinstance(examples[0], GroupUnits):
-                seeds = seeds.unflatten(1, (-1, shape[1]))
+                seeds = seeds.unflatten(1, (-1, sizes[1]))
             seeds = seeds if len(examples) > 1 else seeds[0]
             batch = replace(batch, inputs={**batch.inputs, EXAMPLE_SEEDS: seeds})
         if reads_ahead:
@@ -68,16 +84,31 @@ def iterate_batches(
         yield _place(batch, device)
 
 
-def collate(batches: Sequence[Batch]) -> Batch:
+def _of_step(step: Sequence[Tensor | None], shape: StepShape) -> list[Tensor]:
+    """The rows of each client of a batch, none for those that have finished."""
+    return [NO_ROWS if indices is None else indices for indices in step[: shape.clients]]
+
+
+def _token_dim(examples: Sequence[Examples]) -> int:
+    """The dimension of the tokens in a batch: after client, group and example."""
+    return 1 + int(len(examples) > 1) + int(isinstance(examples[0], GroupUnits))
+
+
+def collate(batches: Sequence[Batch], shape: StepShape | None = None) -> Batch:
     """Stack the batches of several clients into one of shape (client, example, ...), or (client, group, member, ...).
 
     Smaller batches are padded with copies of their first example, which the mask excludes. Token sequences of different
     lengths are padded with zeros, and their targets with `IGNORE_INDEX`.
+
+    Args:
+        batches: The batch of each client.
+        shape: The shape of the result; None for the size of the largest batch, and a mask if others are smaller.
     """
     if all(batch.mask is not None and batch.mask.ndim == 2 for batch in batches):
-        return _collate_groups(batches)
+        return _collate_groups(batches, shape)
     sizes = [len(batch.targets) for batch in batches]
-    longest = max(sizes)
+    longest = max(sizes) if shape is None else shape.units
+    masked = min(sizes) < longest if shape is None else shape.masked
 
     def pad(value: Tensor, width: int, fill: int) -> Tensor:
         if value.ndim > 1 and value.shape[1] < width:
@@ -91,16 +122,19 @@ def collate(batches: Sequence[Batch]) -> Batch:
 
     inputs = {name: join([batch.inputs[name] for batch in batches], 0) for name in batches[0].inputs}
     mask = None
-    if min(sizes) < longest or any(batch.mask is not None for batch in batches):
+    if masked or any(batch.mask is not None for batch in batches):
         mask = torch.zeros(len(batches), longest)  # (client, example)
         for row, batch in zip(mask, batches, strict=True):
             row[: len(batch.targets)] = 1.0 if batch.mask is None else batch.mask
     return Batch(inputs, join([batch.targets for batch in batches], IGNORE_INDEX), mask)
 
 
-def _collate_groups(batches: Sequence[Batch]) -> Batch:
+def _collate_groups(batches: Sequence[Batch], shape: StepShape | None) -> Batch:
     """Stack batches of groups. Groups are widened to the same number of members; the rest is as for examples."""
     width = max(batch.targets.shape[1] for batch in batches)
+    if shape is not None:
+        width = round_up(width, MEMBER_BITS)
+        shape = replace(shape, units=shape.units * width)
 
     def flat(value: Tensor) -> Tensor:
         missing = width - value.shape[1]
@@ -114,7 +148,8 @@ def _collate_groups(batches: Sequence[Batch]) -> Batch:
         [
             Batch({name: flat(value) for name, value in batch.inputs.items()}, flat(batch.targets), mask_of(batch))
             for batch in batches
-        ]
+        ],
+        shape,
     )
 
     def by_group(value: Tensor) -> Tensor:
@@ -133,18 +168,19 @@ def _shared_table(examples: Sequence[Examples]) -> Examples | None:
     return first.table if all(getattr(part, "table", None) is first.table for part in examples) else None
 
 
-def _take_together(table: Examples, rows: Sequence[Tensor], multiple: int) -> Batch:
+def _take_together(table: Examples, rows: Sequence[Tensor], shape: StepShape) -> Batch:
     """The same batch as from `collate`, with one lookup in the table."""
-    sizes = [len(indices) for indices in rows]
-    longest = _round_up(max(sizes), multiple)
     mask = None
-    if min(sizes) < longest or multiple > 1:
-        mask = (torch.arange(longest) < torch.tensor(sizes).unsqueeze(1)).float()  # (client, example)
-        rows = [_padded(indices, longest) for indices in rows]
+    if shape.masked:
+        sizes = torch.tensor([len(indices) for indices in rows])
+        mask = (torch.arange(shape.units) < sizes.unsqueeze(1)).float()  # (client, example)
+        # A client without examples repeats one of the batch, so that the batch does not become longer by its tokens.
+        some = next((indices[:1] for indices in rows if len(indices)), NO_ROWS)
+        rows = [_padded(indices if len(indices) else some, shape.units) for indices in rows]
     batch = table.take(torch.cat(list(rows)))
 
     def by_client(value: Tensor) -> Tensor:
-        return value.view(len(rows), longest, *value.shape[1:])
+        return value.view(len(rows), shape.units, *value.shape[1:])
 
     return Batch({name: by_client(value) for name, value in batch.inputs.items()}, by_client(batch.targets), mask)
 
@@ -174,29 +210,32 @@ def _prefetch(sources: Sequence[Examples], step: Sequence[Tensor | None]) -> Non
             source.prefetch(indices)
 
 
-def _take(examples: Examples, indices: Tensor, multiple: int) -> Batch:
-    """Take a batch and pad it. An empty one becomes one masked unit: not all data supports an empty lookup."""
-    size = _round_up(len(indices), multiple)
-    if len(indices) == size and multiple == 1:
-        return examples.take(indices)
-    batch = examples.take(indices if len(indices) else torch.zeros(1, dtype=torch.long))
-    counts = torch.arange(size) < len(indices)
-    missing = size - len(batch.targets)
-
-    def pad(value: Tensor) -> Tensor:
-        return torch.cat([value, value[:1].expand(missing, *value.shape[1:])]) if missing else value
-
-    mask = counts.float()
-    if batch.mask is not None:  # of groups, (group, member)
-        mask = pad(batch.mask) * counts.view(-1, *[1] * (batch.mask.ndim - 1))
-    return Batch({name: pad(value) for name, value in batch.inputs.items()}, pad(batch.targets), mask)
+def _take(examples: Examples, indices: Tensor) -> Batch:
+    """Take a batch. An empty one becomes one masked unit: not all data supports an empty lookup."""
+    return examples.take(indices) if len(indices) else _nothing(examples.take(torch.zeros(1, dtype=torch.long)))
 
 
-def _round_up(size: int, multiple: int) -> int:
-    """Return the next multiple, at least one."""
-    return max(1, -(-size // multiple)) * multiple
+def _nothing(batch: Batch) -> Batch:
+    """The first unit of a batch, masked: what a client computes that has finished, or drew no examples."""
+    mask = torch.zeros(1) if batch.mask is None else torch.zeros_like(batch.mask[:1])
+    return Batch({name: value[:1] for name, value in batch.inputs.items()}, batch.targets[:1], mask)
+
+
+def _pad(batch: Batch, shape: StepShape | None) -> Batch:
+    """Pad the batch of a single client."""
+    if shape is None or (batch.mask is None and not shape.masked):
+        return batch
+    whole = collate([batch], shape)
+    mask = None if whole.mask is None else whole.mask[0]
+    return Batch({name: value[0] for name, value in whole.inputs.items()}, whole.targets[0], mask)
 
 
 def _place(batch: Batch, device: torch.device) -> Batch:
-    mask = None if batch.mask is None else batch.mask.to(device, non_blocking=True)
-    return Batch(tensors.to(batch.inputs, device), batch.targets.to(device, non_blocking=True), mask)
+    """Copy a batch to the device. A large copy to a GPU waits for all work before it, unless the memory is pinned."""
+
+    def placed(value: Tensor) -> Tensor:
+        large = device.type == "cuda" and value.device.type == "cpu" and value.nbytes > SMALL_COPY
+        return (value.pin_memory() if large else value).to(device, non_blocking=True)
+
+    mask = None if batch.mask is None else placed(batch.mask)
+    return Batch({name: placed(value) for name, value in batch.inputs.items()}, placed(batch.targets), mask)

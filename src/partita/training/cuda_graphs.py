@@ -19,6 +19,7 @@ from partita.core.data import Batch
 from partita.core.model import Forward, logits_and_losses
 from partita.core.tensors import Slots, Tensors
 from partita.core.torch_private import foreach_copy_
+from partita.training.batch_shapes import BatchPadding
 from partita.training.captured_forward import CapturedForward
 from partita.training.client_axis import VmapError
 from partita.training.compilation import SMALL_MODEL, CompiledGradients, CompiledLayers, CompiledVmap, CompileError
@@ -30,6 +31,7 @@ from partita.training.phase_work import PhaseWork
 
 WARMUP_STEPS = 2  # eager steps of one shape before a capture: torch selects kernels in the first steps
 MAX_CACHED = 16  # cached blocks with their graphs, each with a copy of the shared tensors; least recently used go first
+PARTS = 4  # sizes of padded batches up to the full size
 POISSON_SIZES = 8  # sizes of padded Poisson batches up to the expected size
 
 
@@ -60,12 +62,16 @@ class GraphCache:
         self.forward: Forward = CapturedForward(self.record) if recorder else logits_and_losses
 
     def __call__(self, work: PhaseWork) -> PhaseTrainer:
-        """Return a trainer for the work: a new one, or a cached one with the work's data."""
+        """Return a trainer for the work: a new one, or a cached one with the work's data.
+
+        A trainer also serves fewer clients: the graphs for its leading clients are the same.
+        """
         shape = _shape(work)
-        if shape in self.known:
-            self.known.move_to_end(shape)
-            self.known[shape].reload(work)
-            return self.known[shape]
+        known = self.known.pop(shape, None)
+        if known is not None and known.axis.count >= work.axis.count:
+            self.known[shape] = known
+            known.reload(work)
+            return known
         self.known[shape] = trainer = self._trainer(work)
         if len(self.known) > MAX_CACHED:
             self.known.popitem(last=False)
@@ -100,7 +106,7 @@ class GraphCache:
             ),
             GraphedSteps(lambda step: self.record(step, f"steps of {what}")) if self.recorder else run_eagerly,
             reused=True,
-            multiple=_multiple(work) if self.recorder else 1,
+            padding=_padding(work) if self.recorder else None,
         )
 
     def __str__(self) -> str:
@@ -219,11 +225,12 @@ def _tensors(batch: Batch) -> Iterator[Tensor]:
         yield batch.mask
 
 
-def _multiple(work: PhaseWork) -> int:
-    """Poisson batches have many sizes: pad them, so that few graphs serve all steps."""
-    if work.dp_settings is None or work.dp_settings.sampling != "poisson":
-        return 1
-    return max(1, work.run.training.batch_size // POISSON_SIZES)
+def _padding(work: PhaseWork) -> BatchPadding:
+    """How to pad batches, so that few graphs serve all steps. Poisson batches have many sizes, some above the full."""
+    training = work.run.training
+    if work.dp_settings is not None and work.dp_settings.sampling == "poisson":
+        return BatchPadding(max(1, training.batch_size // POISSON_SIZES), None)
+    return BatchPadding(-(-training.examples_per_step // PARTS), training.examples_per_step)
 
 
 def _shape(work: PhaseWork) -> Hashable:
@@ -231,15 +238,22 @@ def _shape(work: PhaseWork) -> Hashable:
     objective, rules = work.objective, work.run.method.client_rules
     # A rule may read `lr`, which is then a constant in the captured graph.
     lr = objective.lr if rules else None
-    layout = _layout({name: work.start_params[0][name] for name in work.names}), *map(_layout, work.fixed)
+    layout = (
+        _layout({name: work.start_params[0][name] for name in work.names}),
+        *(_layout(*part) for part in work.fixed),
+    )
     settings = id(objective.model), objective.plan, work.phase, tuple(map(id, rules)), work.run.training, lr
-    return settings, work.dp_settings, work.axis.count, layout
+    return settings, work.dp_settings, work.axis.many, layout
 
 
-def _layout(part: Any) -> Hashable:
-    """Names, shapes and types of nested dicts and tuples, with the vmap dimensions of their values."""
+def _layout(part: Any, dims: Any = None) -> Hashable:
+    """Names, shapes and types of nested dicts of tensors, for one client, and which of them have a client dimension.
+
+    Args:
+        part: The tensors.
+        dims: Their client dimension, as `in_dims` of `torch.vmap`.
+    """
     if isinstance(part, Tensor):
-        return part.shape, part.dtype
-    if isinstance(part, Mapping):
-        return tuple([(name, _layout(part[name])) for name in sorted(part)])
-    return tuple(map(_layout, part)) if isinstance(part, tuple) else part
+        return part.shape if dims is None else part.shape[1:], part.dtype, dims
+    within = {name: dims[name] if isinstance(dims, Mapping) else dims for name in part}
+    return tuple([(name, _layout(part[name], within[name])) for name in sorted(part)])

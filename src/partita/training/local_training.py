@@ -15,11 +15,13 @@ from partita.core.client import ClientRound, LocalResult
 from partita.core.data import Batch
 from partita.core.plan import Phase
 from partita.core.settings import Run
-from partita.core.update import DeltaFacts
+from partita.core.update import ComputedWork, DeltaFacts
 from partita.training.augmentation import augment
+from partita.training.batch_shapes import step_shapes
 from partita.training.batching import iterate_batches
 from partita.training.dp_sgd import NoiseSource
 from partita.training.objective import rule_batch
+from partita.training.padding_meter import PaddingMeter
 from partita.training.phase_trainer import PhaseDeltas, PhaseTrainer
 from partita.training.phase_work import PhaseWork
 
@@ -56,6 +58,7 @@ def start_training(
     trained: list[list[Mapping[str, Tensor]]] = [[] for _ in client_rounds]  # for each client, by phase
     deltas: list[list[Mapping[str, Tensor]]] = [[] for _ in client_rounds]
     moments = [client_round.optimizer for client_round in client_rounds]
+    work_done: list[list[ComputedWork]] = [[] for _ in client_rounds]  # for each client, by phase
     pending: list[_PendingPhase] = []
     for index, phase in enumerate(phases):
         # Clients with the most steps first: the clients that still train are then always a leading slice.
@@ -80,11 +83,16 @@ def start_training(
         drops = run.training.dropout and ranked[0].ctx.model.uses_dropout()
         draws = drops or run.training.augment
         seed_keys = [client_round.key / "dropout" / index for client_round in ranked] if draws else None
-        batches = iterate_batches(examples, schedules, trainer.device, seed_keys, trainer.multiple)
+        shapes = step_shapes([schedule.sizes for schedule in schedules], trainer.padding)
+        meter = PaddingMeter(len(ranked))
+        padded = shapes if trainer.padding else None
+        batches = iterate_batches(examples, schedules, trainer.device, seed_keys, padded, meter)
         if run.training.augment:
             batches = _augmented(batches, run.training.augment, drops)
-        losses = [trainer.step(batch) for batch in batches]
+        losses = [trainer.step(batch, shape.active) for batch, shape in zip(batches, shapes, strict=True)]
         moved = trainer.deltas()
+        for place, done in zip(order, meter.work(), strict=True):
+            work_done[place].append(done)
         for place, params, delta in zip(order, trainer.params(), moved.deltas, strict=True):
             trained[place].append(params)
             deltas[place].append(delta)
@@ -106,6 +114,9 @@ def start_training(
                 losses=losses[place],
                 optimizer=moments[place],
                 facts=_facts(_merge_phases(deltas[place]), finite, squares.get(place)),
+                work=ComputedWork(
+                    sum(done.real for done in work_done[place]), sum(done.computed for done in work_done[place])
+                ),
             )
             for place in range(len(client_rounds))
         ]

@@ -16,6 +16,7 @@ from partita.core.optim import warmup_factor
 from partita.core.packed import layout_for
 from partita.core.tensors import Slots, Tensors
 from partita.core.torch_private import foreach_copy_, foreach_zero_
+from partita.training.batch_shapes import BatchPadding
 from partita.training.client_axis import ClientVmap, leading_clients
 from partita.training.gradients import AccumulatedGradients, GradientEstimator, Lift
 from partita.training.parameter_groups import ParameterGroup, parameter_groups, split_by_group
@@ -110,7 +111,7 @@ class PhaseTrainer:
         optimizer: Takes optimizer steps.
         run_step: Runs a step, or replays a captured one.
         reused: Whether the trainer's tensors are used again for other clients, so that results must be copies.
-        multiple: The number of units of a batch is padded to a multiple of this.
+        padding: How batches are padded, so that they have few shapes; None if they are not.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class PhaseTrainer:
         optimizer: OptimizerSteps | None = None,
         run_step: StepRunner = run_eagerly,
         reused: bool = False,
-        multiple: int = 1,
+        padding: BatchPadding | None = None,
     ) -> None:
         self.run, self.axis, self.names, self.device = work.run, work.axis, work.names, work.device
         self.objective = work.objective
@@ -133,22 +134,27 @@ class PhaseTrainer:
             parameter_groups(training, model, work.names), training.warmup_steps
         )
         self.lift = ClientVmap(self.axis, str(self.objective))
-        self.run_step, self.reused, self.multiple = run_step, reused, multiple
+        self.run_step, self.reused, self.padding = run_step, reused, padding
         self.trainable, self.moments = work.stacked()
         # The owners of shared tensors may change or free them, so a trainer that is used again has its own copies.
         self.fixed = [(_cloned(value), dims) for value, dims in work.fixed] if reused else work.fixed
         self._begin(work)
 
     def _begin(self, work: PhaseWork) -> None:
+        self.present = work.axis  # the clients of this work; the block may have room for more
         self.anchor, self.initial_steps = work.anchor, work.initial_steps
+        self.finished: list[tuple[int, list[Tensor]]] = []  # (first client, parameters and moments of some clients)
+        self.first_finished = self.axis.count
         self.optimizer.reset(work.objective.lr, self.initial_steps)
         if self.private is not None:
             self.private.begin(work.noise_sources)
 
     def reload(self, work: PhaseWork) -> None:
-        """Start other work of the same shape in the same tensors."""
+        """Start other work of the same shape in the same tensors, of as many clients or fewer."""
         self._begin(work)
-        if fixed := list(leaves([value for value, _ in self.fixed])):
+        count = self.present.count
+        own = [leading_clients(part, count)[0] for part in self.fixed]
+        if fixed := list(leaves(own)):
             foreach_copy_(fixed, list(leaves([value for value, _ in work.fixed])))
         start = [work.start_params[0][name] for name in self.names]
         others = work.start_params[1:]
@@ -158,22 +164,46 @@ class PhaseTrainer:
             if self.moments:
                 foreach_zero_(list(leaves(self.moments)))
         else:
-            foreach_copy_(list(leaves([self.trainable, self.moments])), list(leaves(list(work.stacked()))))
+            own = [self.axis.leading(value, count) for value in leaves([self.trainable, self.moments])]
+            foreach_copy_(own, list(leaves(list(work.stacked()))))
 
-    def step(self, batch: Batch) -> Tensor:
-        """Take one step of the leading clients, those in the batch; the others have finished.
+    def step(self, batch: Batch, active: int | None = None) -> Tensor:
+        """Take one step of the leading clients; the others have finished.
 
         Args:
             batch: Shape (client, example, ...), or (example, ...) for a single client.
+            active: The number of clients that take the step; None for all in the batch. Those after them are computed
+                as well, because a program for each number of clients would cost more. Their results do not change.
 
         Returns:
-            The task's loss of each client before the step, of shape (client,).
+            The task's loss of each client that takes the step, before the step, of shape (client,).
         """
+        count = len(batch.targets) if self.axis.many else 1
+        active = count if active is None else active
+        self._set_aside(active, count)
         variant = None
         if self.private is not None:
-            self.private.prepare(*self._arguments(batch))  # outside the step, which may be captured
+            trainable, values, dims, _ = self._arguments(batch)
+            self.private.prepare(trainable, values, dims, active)  # outside the step, which may be captured
             variant = self.private.ghost
-        return self.run_step(self._step, batch, variant)
+        losses = self.run_step(self._step, batch, variant)
+        return losses if active == count else losses[:active]
+
+    def _set_aside(self, active: int, count: int) -> None:
+        """Copy the clients that have finished, from `active` to `count`, before steps change their tensors."""
+        end = min(count, self.first_finished)
+        if active < end:
+            values = [value[active:end].clone() for value in leaves([self.trainable, self.moments])]
+            self.finished.append((active, values))
+            self.first_finished = active
+
+    def _restore(self) -> None:
+        """Copy the clients that were set aside back into the block."""
+        for first, values in self.finished:
+            whole = leaves([self.trainable, self.moments])
+            parts = [value[first : first + len(saved)] for value, saved in zip(whole, values, strict=True)]
+            foreach_copy_(parts, values)
+        self.finished = []
 
     def _arguments(self, batch: Batch) -> tuple[Tensors, list[Any], list[Any], int]:
         """The arguments of a gradient estimator."""
@@ -199,13 +229,17 @@ class PhaseTrainer:
 
     def params(self) -> list[Mapping[str, Tensor]]:
         """Return the trained parameters of each client, as views of the block's tensors."""
-        return self.axis.views(tensors.clone_all(self.trainable) if self.reused else self.trainable)
+        self._restore()
+        trained = self._leading(self.trainable, self.present.count)
+        return self.present.views(tensors.clone_all(trained) if self.reused else trained)
 
     def deltas(self) -> PhaseDeltas:
-        """Compute the deltas of the whole block, without waiting for the GPU."""
-        trainable = {name: self.trainable[name] for name in self.names if name in self.objective.plan.up}
+        """Compute the deltas of all clients, without waiting for the GPU."""
+        self._restore()
+        sent = {name: self.trainable[name] for name in self.names if name in self.objective.plan.up}
+        trainable = self._leading(sent, self.present.count)
         if not trainable:
-            return PhaseDeltas(self.axis.split(trainable), torch.zeros((), device=self.device), None)
+            return PhaseDeltas(self.present.split(trainable), torch.zeros((), device=self.device), None)
         anchor, dims = self.anchor
         shared = dims is None or all(dims[name] is None for name in trainable)
         can_pack = shared and len({value.dtype for value in trainable.values()}) == 1
@@ -215,7 +249,7 @@ class PhaseTrainer:
         squares = None
         if self.axis.many and not self.run.drift:  # without drift the server needs only one norm per client
             squares = _squared_norms([value.reshape(len(value), -1) for value in delta.values()]).sum(0).unsqueeze(1)
-        return PhaseDeltas(self.axis.split(delta), tensors.max_abs(delta), squares)
+        return PhaseDeltas(self.present.split(delta), tensors.max_abs(delta), squares)
 
     def _packed_deltas(self, trainable: Tensors, anchor: Tensors) -> PhaseDeltas:
         layout = layout_for(tuple(trainable), tuple(anchor[name].shape for name in trainable))
@@ -231,9 +265,12 @@ class PhaseTrainer:
         Args:
             steps: The number of steps that each client took in this phase.
         """
-        parts = {slot: tensors.clone_all(part) if self.reused else part for slot, part in self.moments.items()}
-        per_client = {slot: self.axis.split(part) for slot, part in parts.items()}
-        states = [{slot: parts[rank] for slot, parts in per_client.items()} for rank in range(self.axis.count)]
+        self._restore()
+        count = self.present.count
+        parts = {slot: self._leading(part, count) for slot, part in self.moments.items()}
+        parts = {slot: tensors.clone_all(part) if self.reused else part for slot, part in parts.items()}
+        per_client = {slot: self.present.split(part) for slot, part in parts.items()}
+        states = [{slot: parts[rank] for slot, parts in per_client.items()} for rank in range(count)]
         if self.run.training.optimizer.uses_step_count:
             for state, taken in zip(states, steps, strict=True):
                 state["age"] = {name: torch.tensor(count + taken) for name, count in self.initial_steps.items()}

@@ -70,7 +70,12 @@ class PrivateGradients:
     def prepare(self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int) -> None:
         """Do what must happen anew before each step: draw its noise. Before the first steps, check the model.
 
-        The arguments are those of `__call__`.
+        Args:
+            trainable: As in `__call__`.
+            values: As in `__call__`.
+            dims: As in `__call__`.
+            count: The number of clients that take the step. A client of the batch that has finished gets no noise: its
+                parameters become NaN, and must not be released.
         """
         if not self.steps:
             self._set_shares(values[-2].device)
@@ -101,10 +106,17 @@ class PrivateGradients:
             return grads, _mean(losses, unit_mask(values[-1], self.dp_settings))
 
     def _set_shares(self, device: torch.device) -> None:
-        """Set one over each client's expected batch size. The tensor stays the same in all phases."""
+        """Set one over each client's expected batch size. The tensor stays the same in all phases.
+
+        A later phase can have fewer clients. It must not use the shares of others, which become NaN.
+        """
         sizes = [torch.tensor(float(source.batch)) for source in self.noise_sources]
         shares = (1 / self.axis.stack(sizes)).to(device)
-        self.shares = shares if self.shares is None else self.shares.copy_(shares)
+        if self.shares is None:
+            self.shares = shares
+        else:
+            self.shares.fill_(torch.nan)
+            self.axis.leading(self.shares, len(sizes)).copy_(shares)
 
     def _ask_model(self, inputs: Tensors) -> None:
         self.one_by_one = False

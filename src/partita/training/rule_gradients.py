@@ -82,8 +82,9 @@ class RuleGradients:
         found: list[str] = []
 
         def call(values: Sequence[Tensor], dims: Sequence[int | None]) -> tuple[Tensor, ...]:
+            clients = values[-1].shape[dims[-1] or 0]
             stacked = [
-                value.expand(self.axis.count, *value.shape) if dim is None else value.movedim(dim, 0)
+                value.expand(clients, *value.shape) if dim is None else value.movedim(dim, 0)
                 for value, dim in zip(values, dims, strict=True)
             ]
             grads = evaluate(dict(zip(point, stacked[:-1], strict=True)))

@@ -274,6 +274,7 @@ class WatchedRun:
             ("epsilon", "epsilon spent", (row.get("privacy") or {}).get("epsilon")),
             ("sent", "MB sent so far", (self.up + self.down) / 1e6 if row.get("bytes") else None),
             ("seconds", "seconds per round", row.get("seconds")),
+            ("padding", "padding in batches", row.get("padding")),
             ("lost", "clients lost", float(len(row.get("lost") or ()))),
             ("drift", "drift, mean dispersion", fmean(drift) if drift else None),
             ("lr", "learning rate", row.get("lr")),
