@@ -30,6 +30,7 @@ SLOW_LIBRARIES = [
     "torch",
     "transformers",
 ]
+EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMAND = "import runpy, sys; sys.argv[1:] = {words}; runpy.run_module('partita', run_name='__main__')"
 
 
@@ -59,13 +60,19 @@ def test_help_imports_no_slow_library(words: str) -> None:
     assert slow_imports(COMMAND.format(words=words.split())) == set()
 
 
-@pytest.mark.parametrize("words", ["--version", "methods fedprox"])
-def test_version_and_cards_import_no_slow_library(words: str) -> None:
+@pytest.mark.parametrize("words", ["--version", "methods", "methods --json", "methods fedprox"])
+def test_version_and_methods_import_no_slow_library(words: str) -> None:
     assert slow_imports(COMMAND.format(words=words.split())) == set()
 
 
 def test_ls_imports_no_slow_library() -> None:
     assert slow_imports(COMMAND.format(words=["ls", "nowhere"]), status=1) == set()
+
+
+def test_plan_imports_only_torch_and_the_library_of_the_model() -> None:
+    """numpy comes with torch, and scipy with transformers."""
+    words = ["plan", "-c", str(EXAMPLES / "digits.toml")]
+    assert slow_imports(COMMAND.format(words=words)) <= {"torch", "numpy", "transformers", "scipy"}
 
 
 def test_run_and_site_modules_import_only_torch_numpy_and_flower() -> None:

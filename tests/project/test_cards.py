@@ -43,6 +43,14 @@ def test_card_evidence_has_a_command_or_says_there_is_none(name: str) -> None:
     assert "partita compare" in section or "no evidence yet" in section.lower()
 
 
+def test_listing_without_imports_has_the_signatures_of_the_functions() -> None:
+    for row in listing():
+        function = find_function(INDEX, row["name"], "method")
+        signature = {each.name: each.default for each in inspect.signature(function).parameters.values()}
+        assert list(row["parameters"].items()) == list(signature.items())
+        assert (inspect.getdoc(inspect.getmodule(function)) or "").splitlines()[0] == row["about"]
+
+
 def test_every_method_has_a_one_line_description() -> None:
     assert [row["name"] for row in listing()] == list(INDEX)
     assert all(row["about"].endswith(".") for row in listing())

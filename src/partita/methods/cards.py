@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from importlib.resources import files
@@ -56,11 +57,35 @@ def listing() -> list[dict[str, Any]]:
 
 
 def _listed(name: str, source: str) -> dict[str, Any]:
-    function = find_function(INDEX, name, "method")
-    parameters = {parameter.name: parameter.default for parameter in inspect.signature(function).parameters.values()}
-    about = (inspect.getdoc(inspect.getmodule(function)) or "").partition("\n")[0]
+    parameters, about = _read_source(INDEX[name]) if name in INDEX else _inspect(name)
     composes = [composition for composition in COMPOSITIONS if name in composition.split("+")]
-    return {"name": name, "parameters": parameters, "about": about, "compositions": composes, "source": source}
+    return {
+        "name": name,
+        "parameters": parameters,
+        "about": about.partition("\n")[0],
+        "compositions": composes,
+        "source": source,
+    }
+
+
+def _read_source(entry: str) -> tuple[dict[str, Any], str]:
+    """Return a built-in method's parameters with their defaults, and its module's docstring.
+
+    They are read from the source, because importing the methods imports torch, which takes longer than the rest of the
+    command. A built-in method's defaults are literals.
+    """
+    module, _, function = entry.removeprefix("partita.").partition(":")
+    tree = ast.parse(files("partita").joinpath(f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    [found] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    parameters, defaults = [*found.args.args, *found.args.kwonlyargs], [*found.args.defaults, *found.args.kw_defaults]
+    literals = [default and ast.literal_eval(default) for default in defaults]
+    return dict(zip((each.arg for each in parameters), literals, strict=True)), ast.get_docstring(tree) or ""
+
+
+def _inspect(name: str) -> tuple[dict[str, Any], str]:
+    function = find_function(INDEX, name, "method")
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in parameters}, inspect.getdoc(inspect.getmodule(function)) or ""
 
 
 def describe(name: str) -> dict[str, Any]:
