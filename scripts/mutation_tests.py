@@ -113,6 +113,8 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "storage/processes.py": ("tests/storage/test_processes.py",),
     "training/ghost_clipping.py": GHOST,
     "training/ghost_layers.py": GHOST,
+    "training/cuda_capture.py": ("tests/training/test_cuda_capture.py",),
+    "training/captured_forward.py": ("tests/training/test_captured_forward.py",),
     "training/step_noise.py": ("tests/training/test_captured_privacy.py",),
     "training/local_training.py": (
         "tests/training/test_local_training.py",

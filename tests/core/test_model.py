@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from partita.core.data import Batch
 from partita.core.model import (
@@ -17,9 +18,11 @@ from partita.core.model import (
     layer_number,
     layer_tag,
     layer_tags,
+    logits_and_losses,
     role_tag,
 )
 from partita.core.rng import Key
+from partita.core.tensors import Tensors
 
 
 class Tagged(Model):
@@ -121,3 +124,19 @@ def test_logits_of_a_head_are_computed_when_they_are_read() -> None:
 
 def test_a_model_compiles_whole_unless_it_says_otherwise() -> None:
     assert not Model().compiles_by_layer()
+
+
+def test_an_evaluation_computes_logits_once_and_losses_from_them() -> None:
+    states, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
+
+    class Head(Model):
+        def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+            return HeadOutput(inputs["states"], params["weight"])
+
+        def losses(self, out: Output, targets: Tensor) -> Tensor:
+            assert type(out) is Output
+            return out.logits.sum((1, 2)) + targets
+
+    logits, losses = logits_and_losses(Head(), {"weight": weight}, {"states": states}, torch.tensor([1, 2]))
+    assert torch.equal(logits, states @ weight.T)
+    assert torch.equal(losses, logits.sum((1, 2)) + torch.tensor([1, 2]))

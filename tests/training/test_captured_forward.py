@@ -112,16 +112,27 @@ def test_other_models_and_other_shapes_of_parameters_run_eagerly() -> None:
     assert len(recorder.replayed) == 2
 
 
-def test_many_shapes_and_large_outputs_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_many_shapes_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured_forward, "MAX_SHAPES", 2)
+    recorder, model = Recorder(), Linear()
+    forward = CapturedForward(recorder)
+    for number in range(4):
+        for size in (5, 4, 3):
+            check(forward, model, model.initial, batch(number, size))
+    assert recorder.recorded == 2
+    assert len(recorder.replayed) == 4
+
+
+def test_large_outputs_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured_forward, "MAX_LOGITS", 2 * 8)
     recorder, model = Recorder(), Linear()
     forward = CapturedForward(recorder)
     for number in range(4):
-        for size in (9, 8, 3, 2):  # 9 examples have too many logits
-            check(forward, model, model.initial, batch(number, size))
-    assert recorder.recorded == 2
-    assert len(recorder.replayed) == 4
+        check(forward, model, model.initial, batch(number, 9))
+    assert recorder.recorded == 0
+    for number in range(4):
+        check(forward, model, model.initial, batch(number, 8))
+    assert recorder.recorded == 1
 
 
 def scores_of(graphs: GraphCache | None) -> list[Any]:

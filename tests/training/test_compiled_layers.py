@@ -15,6 +15,7 @@ from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, 
 from partita.core.tensors import Tensors
 from partita.data import Table, Task
 from partita.engines.autotune import choose_graphs
+from partita.models import adapter
 from partita.models.adapter import FunctionalModel
 from partita.tasks import LM, chunked_loss
 from partita.testing.conformance import states_of
@@ -108,12 +109,22 @@ def test_language_models_run_in_cuda_graphs(
     assert max_relative_difference(recorded, play(model, "fedavg", None, 3, 4, device="cuda")) < 1e-3
 
 
-def test_short_models_of_classes_compile_as_a_whole() -> None:
-    """Which is faster for them: what is outside the layers is then a part of the program."""
+def test_small_models_of_classes_compile_as_a_whole() -> None:
+    """Which is faster for them."""
     assert make_model("llama-lm").compiles_by_layer()
     assert not make_model("vit-image").compiles_by_layer()
     assert make_model("vit-image", checkpointing=True).compiles_by_layer()
-    assert make_model("vit-image", sizes={"num_hidden_layers": 5}).compiles_by_layer()
+    assert make_model("vit-image", sizes={"num_hidden_layers": 13}).compiles_by_layer()
+
+
+@pytest.mark.parametrize("case", ["bert-text", "vit-image", "dinov2-image", "clip-image", "clip-towers"])
+@pytest.mark.parametrize("frozen", [(), ("layer.0",)])
+def test_large_models_compile_by_layer(case: str, frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen parameters count too."""
+    size = sum(value.numel() for value in make_model(case).initial.values())
+    for limit in (size - 1, size):
+        monkeypatch.setattr(adapter, "SMALL_MODEL", limit)
+        assert make_model(case, frozen).compiles_by_layer() is (limit < size)
 
 
 def test_a_layer_that_cannot_be_compiled_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:

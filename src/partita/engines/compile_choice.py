@@ -63,7 +63,7 @@ def choose_compile(
     """
     client = first_with_examples(population)
     if device.type == "cpu":
-        return CompileChoice(False, "on a CPU, compiled steps gain little")
+        return CompileChoice(False, "on a CPU, compiled steps are not always faster")
     if client is None:
         return CompileChoice(False, "no client trains here")
     if run.method.privacy is not None:

@@ -33,7 +33,8 @@ from partita.tasks.losses import CLASS_LOSSES, class_losses, token_cross_entropy
 
 MEAN_POOLING = "its head reads the mean of all tokens (model.pooling), but transformers' reads one token"
 BASE, ALL = "base", "all"  # words of `frozen`: everything but the head, and everything
-FEW_LAYERS = 4  # up to this many, compiling the whole model takes about as long as compiling one layer
+MANY_LAYERS = 12  # compiling more as a whole takes minutes
+SMALL_MODEL = 2**24  # parameters, up to which calling the programs of single layers takes longer than their work
 ParameterSlot = tuple[dict[str, Any], str]  # the `_parameters` dict of a submodule, and a name in it
 
 
@@ -132,8 +133,10 @@ class FunctionalModel(Model):
 
     def compiles_by_layer(self) -> bool:
         layers = layer_forwards(self.module)
-        recomputes = any(layer.recomputes for layer in layers)
-        return bool(layers) and (len(layers) > FEW_LAYERS or recomputes or self.kind.outputs == "vocabulary")
+        if any(layer.recomputes for layer in layers) or len(layers) > MANY_LAYERS:
+            return True
+        size = sum(value.numel() for value in (*self.initial.values(), *self.module.parameters()))
+        return bool(layers) and (size > SMALL_MODEL or self.kind.outputs == "vocabulary")
 
     def skip_layers(self, without: Names) -> FunctionalModel:
         from partita.models.skip_layers import skip_layers
