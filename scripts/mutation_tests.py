@@ -158,7 +158,10 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "core/sharing.py": ("tests/core/test_sharing.py",),
     "core/settings.py": ("tests/core/test_settings.py", "tests/core/test_sampling.py"),
     "core/sampling.py": ("tests/core/test_sampling.py",),
+    "training/batch_shapes.py": ("tests/training/test_batch_shapes.py",),
+    "training/padding_meter.py": ("tests/training/test_batch_shapes.py",),
     "training/batching.py": (
+        "tests/training/test_batch_shapes.py",
         "tests/training/test_unequal_clients.py",
         "tests/training/test_dp_sgd.py",
         f"{DROPOUT}::test_blocks_equal_single_clients",

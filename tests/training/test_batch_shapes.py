@@ -128,13 +128,16 @@ def test_decoder_inputs_have_the_width_of_the_targets() -> None:
 
 
 def test_only_padded_steps_widen_tokens() -> None:
-    part = Subset(texts([33, 5, 66], 80), torch.arange(3))
+    part = Subset(texts([33, 5, 66, 79], 96), torch.arange(3))
     schedule = BatchSchedule(torch.arange(3), (2, 1))
     shapes = step_shapes([schedule.sizes], BatchPadding(1, 2))
     plain = list(iterate_batches([part], [schedule], torch.device("cpu")))
     padded = list(iterate_batches([part], [schedule], torch.device("cpu"), None, shapes))
     assert [batch.inputs["input_ids"].shape for batch in plain] == [(2, 40), (1, 72)]
     assert [batch.inputs["input_ids"].shape for batch in padded] == [(2, 40), (1, 80)]
+    alike = Subset(texts([66, 66, 66], 96), torch.arange(3))  # no batch is longer than the longest text of the table
+    padded = list(iterate_batches([alike], [schedule], torch.device("cpu"), None, shapes))
+    assert [batch.inputs["input_ids"].shape for batch in padded] == [(2, 72), (1, 72)]
 
 
 @pytest.mark.parametrize("shared", [True, False])

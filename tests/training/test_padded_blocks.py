@@ -219,9 +219,9 @@ def test_smaller_block_uses_the_graphs_of_a_larger_one(name: str) -> None:
 
 def test_larger_block_replaces_a_smaller_one() -> None:
     graphs, ends = GraphCache(ReplayingRecorder()), []
+    run, model = unequal_run(fedavg(), SGD(0.9)), Float64Model(toy_model())
     for block, room in ((2, 2), (7, 7), (2, 7)):
-        _, ended = played(unequal_run(fedavg(), SGD(0.9)), block, graphs)
-        ends.append(ended["server"])
+        ends.append(play(run, model, FEDERATION, block=block, graphs=graphs)[-1].server.params)
         assert [trainer.axis.count for trainer in graphs.known.values() if trainer.axis.many] == [room]
     assert max_difference(ends[0], ends[2]) == 0  # bit for bit: a leading part computes as a block of its own
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain
 
 import torch
@@ -53,10 +54,10 @@ class RaggedExamples:
         """Return the number of tokens of rows, (row,)."""
         return self.offsets[indices + 1] - self.offsets[indices]
 
-    @property
+    @cached_property
     def limits(self) -> tuple[int, int]:
         """The longest padded rows: of the inputs, and of the targets if each token has one, else 0."""
-        return self.limit, self.limit if self.each_token else 0
+        return self.width(), self.width() if self.each_token else 0
 
     def width(self) -> int:
         """Return the number of tokens of the longest padded batch."""

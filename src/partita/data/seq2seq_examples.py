@@ -42,7 +42,7 @@ class Seq2SeqExamples:
     @property
     def limits(self) -> tuple[int, int]:
         """The longest padded rows, of the sources and of the targets."""
-        return self.sources.limit, self.answers.limit
+        return self.sources.limits[0], self.answers.limits[0]
 
     def vocabulary_size(self) -> int:
         """Return the smallest vocabulary size that holds every token."""

@@ -44,7 +44,7 @@ def scalars(row: Row, lower_is_better: Iterable[str] = ()) -> dict[str, float]:
 
 
 def _scalars(row: Row, lower: set[str]) -> Iterator[tuple[str, Any]]:
-    for key in ("round", "seconds", "lr", "train_loss"):
+    for key in ("round", "seconds", "padding", "lr", "train_loss"):
         yield key, row.get(key)
     for key in ("test", "validation", "bytes"):
         for name, value in (row.get(key) or {}).items():
