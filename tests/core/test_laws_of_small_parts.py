@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from helpers import toy_model
 from hypothesis import given, settings
@@ -358,6 +359,8 @@ def test_message_round_trips_and_byte_counts_match_its_size(slots: dict[str, Ten
     for name in set().union(*slots.values()):
         held = [part[name] for part in slots.values() if name in part]
         assert counted[name] == sum(value.numel() * value.element_size() for value in held)
+    named = {f"{slot}/{name}": value for slot, part in slots.items() for name, value in part.items()}
+    assert packed == safetensors.torch.save(named), "the library writes the same file"
     back = serialization.unpack(packed)
     assert back.keys() == slots.keys()
     assert all(tensors.digest(back[slot]) == tensors.digest(slots[slot]) for slot in slots)
@@ -375,6 +378,8 @@ def test_total_bytes_is_the_sum_over_messages(several: list[dict[str, Tensors]],
 def test_byte_counts_match_for_names_in_any_script(name: str) -> None:
     for repeat in range(1, 9):  # headers are padded, so one length alone could hide a difference
         slots = {"delta": {name * repeat: torch.ones(2)}}
+        about = {name * repeat: name}
+        assert serialization.save(slots["delta"], about) == safetensors.torch.save(slots["delta"], about)
         assert sum(serialization.byte_counts(slots).values()) == len(serialization.pack(slots))
         assert serialization.unpack(serialization.pack(slots)).keys() == {"delta"}
 
@@ -411,8 +416,8 @@ def test_metadata_is_read_without_the_tensors() -> None:
 
 
 def test_message_holds_one_tensor_under_two_names() -> None:
-    value = torch.arange(3.0)
-    slots = {"params": {"a": value}, "memory": {"a": value, "b": value}}
+    value = torch.arange(6.0).view(2, 3)
+    slots = {"params": {"a": value}, "memory": {"a": value, "b": value[0], "c": value.t(), "d": value[:, 1]}}
     back = serialization.unpack(serialization.pack(slots))
     assert all(tensors.equal(back[slot], slots[slot]) for slot in slots)
     assert sum(serialization.byte_counts(slots).values()) == len(serialization.pack(slots))

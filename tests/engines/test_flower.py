@@ -360,10 +360,11 @@ def break_file(path: Path, how: str, before: bytes) -> None:
     if how == "gone":
         shutil.rmtree(path.parent)
     else:
-        path.write_bytes(before if how == "old" else path.read_bytes()[:-5])
+        held = path.read_bytes()
+        path.write_bytes({"cut short": held[:-5], "old": before, "empty": b"", "zeros": bytes(len(held))}[how])
 
 
-@pytest.mark.parametrize("how", ["gone", "cut short", "old"])
+@pytest.mark.parametrize("how", ["gone", "cut short", "old", "empty", "zeros"])
 def test_client_that_lost_its_copy_is_sent_everything(how: str, tmp_path: Path) -> None:
     """The kernel froze after round 0, so no other client is sent it again."""
     model, run, kernel = toy_model(), toy_run(fedfrozen(1), 5), sorted(toy_model().names("query"))[0]

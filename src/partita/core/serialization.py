@@ -15,6 +15,7 @@ from torch import Tensor
 from partita.core.packed import PackedTensors, shapes
 from partita.core.tensors import Tensors
 
+Entry = tuple[str, str, tuple[int, ...], int]  # a tensor's name, the name of its type, its shape and its bytes
 Message = Mapping[str, Mapping[str, Tensor]]  # slot name -> tensors by parameter name, possibly PackedTensors
 ALIGNMENT = 64  # bytes, of tensors that torch creates on a CPU
 HEADER = ""  # the name under which the header of a message is counted
@@ -53,7 +54,7 @@ def read_metadata(data: bytes) -> dict[str, str]:
 def save(tensors: Tensors, about: dict[str, str] | None = None) -> bytes:
     """Serialize tensors as safetensors.
 
-    The format requires that tensors do not share memory, so a tensor whose storage was already used is copied.
+    The library of that name copies the values twice, and once more if tensors share memory. Here they are copied once.
 
     Args:
         tensors: The tensors by name, on any device.
@@ -62,14 +63,9 @@ def save(tensors: Tensors, about: dict[str, str] | None = None) -> bytes:
     Raises:
         SerializationError: If the format does not support the type of a tensor.
     """
-    separate: Tensors = {}
-    storages: set[int] = set()
-    for name, value in tensors.items():
-        _code(value.dtype, name)
-        whole = value.detach().cpu().contiguous()
-        separate[name] = whole.clone() if whole.untyped_storage().data_ptr() in storages else whole
-        storages.add(separate[name].untyped_storage().data_ptr())
-    return safetensors.torch.save(separate, about)
+    entries = [(name, _code(value.dtype, name), tuple(value.shape), value.nbytes) for name, value in tensors.items()]
+    order = _in_file_order(entries)
+    return b"".join([_header(order, about), *(_bits(tensors[name]) for name, *_ in order)])
 
 
 def load(data: bytes) -> Tensors:
@@ -119,13 +115,13 @@ def _count(
     slots: tuple[tuple[str, tuple[str, ...], tuple[torch.dtype, ...], tuple[torch.Size, ...]], ...],
 ) -> Mapping[str, int]:
     sizes: dict[str, int] = {}
-    entries: list[tuple[str, str, tuple[int, ...], int]] = []
+    entries: list[Entry] = []
     for slot, *tensors in slots:
         for name, kind, shape in zip(*tensors, strict=True):
             weight = shape.numel() * kind.itemsize
             sizes[name] = sizes.get(name, 0) + weight
             entries.append((f"{slot}/{name}", _code(kind, f"{slot}/{name}"), tuple(shape), weight))
-    return MappingProxyType({HEADER: _envelope(entries), **sizes} if entries else {})
+    return MappingProxyType({HEADER: len(_header(_in_file_order(entries))), **sizes} if entries else {})
 
 
 def _code(dtype: torch.dtype, name: str) -> str:
@@ -139,13 +135,23 @@ def _code(dtype: torch.dtype, name: str) -> str:
     return DTYPES[dtype]
 
 
-def _envelope(entries: Sequence[tuple[str, str, tuple[int, ...], int]]) -> int:
-    """The size of the header that safetensors writes: its length in 8 bytes, then JSON padded to a multiple of 8."""
-    start, header = 0, {}
-    # Sort by type, then by name: the offsets, and so the number of digits in the header, depend on the order.
+def _bits(value: Tensor) -> memoryview:
+    return memoryview(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
+def _in_file_order(entries: Sequence[Entry]) -> list[Entry]:
+    """Sort by type, then by name: the offsets, and so the number of digits in the header, depend on the order."""
     order = list(DTYPES.values())
-    for key, kind, shape, weight in sorted(entries, key=lambda entry: (order.index(entry[1]), entry[0])):
+    return sorted(entries, key=lambda entry: (order.index(entry[1]), entry[0]))
+
+
+def _header(entries: Sequence[Entry], about: dict[str, str] | None = None) -> bytes:
+    """The header of a file with these tensors, in file order: its length in 8 bytes, JSON, and spaces up to 8 bytes."""
+    header: dict[str, object] = {} if about is None else {"__metadata__": about}
+    start = 0
+    for key, kind, shape, weight in entries:
         header[key] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, start + weight]}
         start += weight
-    length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
-    return 8 + -(-length // 8) * 8
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -150,7 +150,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     state = hashlib.blake2b(digest_size=16)
     for name, value in sorted(tensors.items()):
         state.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
-        state.update(_bits(value.cpu()).numpy().tobytes())
+        state.update(_bits(value.cpu()).numpy().data)
     return state.hexdigest()
 
 

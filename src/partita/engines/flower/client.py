@@ -129,7 +129,7 @@ def aggregate_securely(stage: Stage, site: Site, content: RecordDict) -> RecordD
 def _train(site: Site, content: RecordDict) -> Update | ErrorReply:
     """Train for a job."""
     request, plan, engine = _accept(site, content, "train")
-    copy = _read_copy(site.folder / COPY)
+    copy = _read_copy(site, request)
     job = _job(site, request, plan, copy)
     if isinstance(job, ErrorReply):
         return job
@@ -148,8 +148,9 @@ def _train(site: Site, content: RecordDict) -> Update | ErrorReply:
             # What the site spent on other runs is not the server's business.
             return ErrorReply(f"the privacy ledger of the site does not allow round {job.round}; see the site's log")
     if request.sent:
-        # Save the copy before answering: the server assumes that a client holds everything it has answered to.
-        atomic_files.write(site.folder / COPY, serialization.pack({"params": {**copy, **request.sent}}))
+        # Save the copy before answering: the server assumes that a client holds everything it has answered to. If a
+        # power cut damages it, the fingerprint of the next job differs, and the server sends everything again.
+        atomic_files.write(site.folder / COPY, serialization.pack({"params": {**copy, **request.sent}}), sync=False)
     [answer] = engine.train([job])
     if isinstance(answer, ClientFailure):
         return ErrorReply(answer.reason)
@@ -168,7 +169,7 @@ def evaluate(site: Site, content: RecordDict) -> RecordDict:
         site.run.method.privacy or any(transform.hides for transform in site.run.method.transforms)
     ):
         return messages.encode_error(ErrorReply("a private run does not report scores on validation examples"))
-    job = _job(site, request, plan, _read_copy(site.folder / COPY))
+    job = _job(site, request, plan, _read_copy(site, request))
     if isinstance(job, ErrorReply):
         return messages.encode_error(job)
     [(_, scores)] = engine.evaluate([job], None if request.part == "test" else request.part)
@@ -210,9 +211,12 @@ def _may_answer(site: Site, engine: SimulationEngine, job: Job) -> bool:
     return answered_rounds.claim(site.answered or site.folder / ANSWERED, job.round, request_fingerprint)
 
 
-def _read_copy(path: Path) -> Tensors:
+def _read_copy(site: Site, request: SiteRequest) -> Tensors:
+    """Return what the site was sent in earlier rounds; nothing if the request replaces all of it."""
+    if request.sent.keys() >= site.model.initial.keys():
+        return {}
     try:
-        return serialization.unpack(path.read_bytes()).get("params", {})
+        return serialization.unpack((site.folder / COPY).read_bytes()).get("params", {})
     except (FileNotFoundError, safetensors.SafetensorError):
         return {}  # the fingerprint check notices what is missing
 
