@@ -75,7 +75,7 @@ def export_clients(recorded: RecordedModel, folder: Path, merge: bool = False, p
     refuse_existing(folder)
     form, names = form_of(recorded, merge), recorded.experiment.federation.clients
     with _complete(folder) as part:
-        export = _write(recorded, recorded.params(), part / SHARED, form, merge)
+        export = _write(recorded, recorded.saved.server.params, part / SHARED, form, merge)
         write_card(part / SHARED, export, recorded, f"{place or folder.name}/{SHARED}")
         shared, index = _tensors(part / SHARED), {}
         for client in names:

@@ -42,17 +42,26 @@ class RecordedModel:
     def params(self, client: str | None = None) -> Tensors:
         """Return the parameters of the server's model, or of a client's own.
 
+        If all data is pooled at one client, that client's model is the only one that was trained, and is returned.
+
         Raises:
-            RunError: If there is no such client.
+            RunError: If there is no such client, or if nothing travels, so that the server's model is untrained.
         """
-        if client is None:
-            return self.saved.server.params
         experiment, done = self.experiment, self.saved.done
         run, model, clients = experiment.run, experiment.model, experiment.federation.clients
-        if client not in clients:
+        if client is None and run.method.pool:
+            [client] = clients
+        if client is not None and client not in clients:
             raise RunError(f"{self.folder} has no client '{client}'; clients are {', '.join(clients[:3])}")
+        job, plan = make_job(run, model, self.saved.server, done - 1, client if client is not None else clients[0])
+        if client is None:
+            if plan.keep and not plan.up:
+                raise RunError(
+                    f"nothing travels with '{run.method.name}', so the server's model is untrained; choose the model of "
+                    f"a client: --client {clients[0]}"
+                )
+            return self.saved.server.params
         store = DiskStore(self.folder / run_folder.CLIENTS, experiment.device, self.saved.states)
-        job, _ = make_job(run, model, self.saved.server, done - 1, client)
         return model.personal(client_params(run, model, job, store.load(client, done))[1])
 
 
