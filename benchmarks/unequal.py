@@ -44,7 +44,8 @@ from partita.data.ragged import RaggedExamples
 from partita.engines.autotune import configure_backends
 from partita.models.adapter import from_module
 from partita.tasks import IMAGE, TEXT
-from partita.training.cuda_graphs import WARMUP_STEPS, CudaRecorder, GraphCache, Recorder, Replay
+from partita.training.cuda_capture import CudaRecorder, Recorder, Replay
+from partita.training.cuda_graphs import WARMUP_STEPS, GraphCache
 
 CLASSES = 4
 SPREAD = 0.6  # of the logarithm of a text's length

@@ -10,7 +10,6 @@ import pytest
 import partita
 from partita.core.settings import RunError
 
-
 WEIGHTS = "model.safetensors"
 
 
