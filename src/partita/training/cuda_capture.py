@@ -63,9 +63,9 @@ class CudaRecorder:
             graph.pool()
         except RuntimeError:  # the capture did not end well, so the graph will not release its memory
             device = torch.cuda.current_device()
-            with suppress(RuntimeError):  # fails if torch has done it
-                end_allocate_to_pool(device, pool)
-            release_pool(device, pool)
+            for undo in (end_allocate_to_pool, release_pool):
+                with suppress(RuntimeError):  # fails if torch has done it
+                    undo(device, pool)
             self.failed.append(graph)
 
 
