@@ -25,13 +25,52 @@ def main() -> None:
     chosen = options.parse_args()
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10})
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15)
-    figure, ((cpu, command), (gpu, growth)) = plt.subplots(2, 2, figsize=(11, 7.2), layout=layout)
+    figure, ((real, private), (cpu, command), (gpu, growth)) = plt.subplots(3, 2, figsize=(11, 10.2), layout=layout)
+    draw_models(real)
+    draw_private(private)
     draw_peers(cpu)
     draw_command(command)
     draw_gpu(gpu)
     draw_growth(growth)
     figure.savefig(chosen.out, dpi=130)
     print(chosen.out)
+
+
+MODELS = {"llama": "LLaMA of 135M", "bert": "BERT, 6 x 384"}
+SIDES = {"bare": "bare loop", "graphs": "partita, graphs", "compiled": "partita, compiled"}
+
+
+def draw_models(axes: Axes) -> None:
+    """Medians of whole rounds in bfloat16."""
+    axes.set_title("GPU (NVIDIA H200): a round of real models, all parameters", loc="left")
+    rows = [row for name in ("models-gpu.json", "models-gpu-bert.json") for row in read(name).get("results", [])]
+    found = [
+        (label, {SIDES[row["side"]]: row["ms"] for row in rows if row["work"] == work and row["side"] in SIDES})
+        for work, label in MODELS.items()
+    ]
+    bars(axes, found, "{:,.0f} ms")
+    axes.set_xlabel("milliseconds of a round, bfloat16 (less is better)")
+
+
+def draw_private(axes: Axes) -> None:
+    """LoRA was measured before the noise had kernels of its own, so its bars are upper bounds."""
+    axes.set_title("GPU (NVIDIA H200): DP-SGD against plain training", loc="left")
+    found = []
+    for name, work, label in (
+        ("private-gpu-before-kernels.json", "lora", "LoRA on a LLaMA of 135M"),
+        ("private-gpu.json", "bert", "BERT, 6 x 384"),
+    ):
+        times = {row["side"]: row["median"] for row in read(name)["results"] if row["work"] == work and "median" in row}
+        plain = next(seconds for side, seconds in times.items() if side.startswith("plain") and "graphs" in side)
+        shown = {
+            f"partita, {'Poisson' if 'Poisson' in side else 'shuffled'}": seconds / plain
+            for side, seconds in times.items()
+            if side.startswith("ghost") and "together, graphs" in side
+        }
+        found.append((label, {**shown, "Opacus, ghost": times["Opacus, ghost, one by one"] / plain}))
+    bars(axes, found, "{:.1f}x")
+    axes.axvline(1, color="black", linewidth=0.8, zorder=0)
+    axes.set_xlabel("times as long as partita's plain training (less is better)")
 
 
 def short(model: str) -> str:
