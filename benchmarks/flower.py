@@ -1,8 +1,9 @@
 """What carriage by Flower costs over the embedded engine, with the server and all sites on this machine (Linux).
 
 Time a round, bytes through the sites' network, and memory, for payloads of several sizes; then where the time of one
-site's message goes, with forks of a process that has everything imported and without. Both engines must end with the
-same tensors, or the comparison is void.
+site's message goes, with forks of a process that has everything imported and without; then what partita itself does
+with a message, in CPU time, which depends little on other work. Both engines must end with the same tensors, or the
+comparison is void.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import statistics
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,14 +31,19 @@ from torch.nn import functional
 from partita import models
 from partita.core.model import Model, Output
 from partita.core.rng import Key
+from partita.core.rounds import initial_server, make_job
 from partita.core.tensors import Tensors
 from partita.engines.autotune import configure_backends
+from partita.engines.flower import messages
+from partita.engines.flower.client import train
+from partita.engines.flower.fingerprints import Fingerprints
 from partita.engines.flower.local_deployment import LocalDeployment, deploy_locally
 from partita.experiment import flower_app, run_folder, runner
 from partita.experiment.config import load
 from partita.tasks import TaskInfo
 
 ROUNDS = 4  # the first also asks for names and the last also evaluates: those between are measured
+MESSAGES = 5  # whose CPU time is measured
 CONFIG = """
 rounds = {rounds}
 method = {{name = "fedavg"}}
@@ -147,13 +155,19 @@ def main() -> None:
         for secure in ([False, True] if chosen.secure else [False])
     ]
     apart = [parts(warm) for warm in (False, True)] if chosen.parts else []
+    own = [own_part(megabytes) for megabytes in chosen.megabytes]
     print(f"{about['work']}; {about['device']}, torch {about['torch']}, load {about['load before']} before")
-    for row in [*results, *apart]:
+    for row in [*results, *apart, *own]:
         print()
         for what, value in row.items():
             print(f"{what:34} {value:,}" if type(value) is int else f"{what:34} {value}")
     if chosen.out:
-        found = {"environment": about, "results": results, "seconds of a message by part": apart}
+        found = {
+            "environment": about,
+            "results": results,
+            "seconds of a message by part": apart,
+            "CPU seconds of partita in a message": own,
+        }
         chosen.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -298,10 +312,40 @@ def parts(warm: bool) -> dict[str, Any]:
     return {**found, "waiting, sending, the server": round(whole - spent, 2), "the round": round(whole, 2)}
 
 
+def own_part(megabytes: float) -> dict[str, Any]:
+    """CPU seconds of what partita does with one client's messages of a round; the median of some rounds."""
+    times: dict[str, list[float]] = {}
+
+    def timed(what: str, work: Callable[[], Any]) -> Any:
+        start = time.process_time()
+        result = work()
+        times.setdefault(what, []).append(time.process_time() - start)
+        return result
+
+    with tempfile.TemporaryDirectory() as name:
+        folder, model = Path(name), f'{{name = "payload", megabytes = {megabytes}}}'
+        file = folder / "experiment.toml"
+        file.write_text(CONFIG.format(rounds=MESSAGES, clients=2, model=model))
+        both = flower_app.site_settings(file, "c0", [], [])
+        for _ in range(MESSAGES):
+            site, experiment = timed("site: data and model", lambda: flower_app.open_site("c0", folder, *both))
+        server = initial_server(experiment.run, experiment.model)
+        for number in range(MESSAGES):
+            server = replace(server, params={name: value + 0.001 for name, value in server.params.items()})
+            job, _ = make_job(experiment.run, experiment.model, server, number, "c0")
+            seal = timed("server: fingerprint", lambda job=job: Fingerprints()(job.params))
+            encode = partial(messages.encode_job, job, seal, "session", site.config, "", number, 0)
+            content = timed("server: pack", encode)
+            reply = timed("site: answer, with training", partial(train, site, content))
+            answer = messages.with_job_id(reply, content)
+            timed("server: unpack", partial(messages.decode_update, answer, messages.decode_job_id(answer), 2**40))
+    return {"megabytes": megabytes, **{what: round(statistics.median(each), 3) for what, each in times.items()}}
+
+
 class Payload(Model):
     """So many bytes that are trained and sent, and hardly anything to compute.
 
-    They are random, and so are their gradients: of what comes twice, Flower sends one.
+    They are random, so are their gradients, and every step changes all of them: of what comes twice, Flower sends one.
     """
 
     name = "payload"
@@ -309,7 +353,8 @@ class Payload(Model):
     def __init__(self, task: TaskInfo, key: Key, megabytes: float) -> None:
         self.tags = {"head.weight": frozenset({"head"}), "table": frozenset({"embedding"})}
         self.initial = {
-            "head.weight": torch.zeros(len(task.classes), task.channels * task.size**2),
+            "head.weight": 0.1
+            * torch.randn(len(task.classes), task.channels * task.size**2, generator=key.generator()),
             "table": torch.randn(int(megabytes * 250_000), generator=key.generator()),
         }
 
@@ -317,10 +362,9 @@ class Payload(Model):
         pass
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
-        features = inputs["pixel_values"].flatten(1)
-        return Output(
-            functional.linear(features, params["head.weight"]) * (1 + params["table"].square().mean()), features
-        )
+        features, squares = inputs["pixel_values"].flatten(1), params["table"].square()
+        factor = 1 + (squares - squares.detach()).sum()  # 1, with gradients that do not vanish in a long table
+        return Output(functional.linear(features, params["head.weight"]) * factor, features)
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return functional.cross_entropy(out.logits, targets, reduction="none")

@@ -155,11 +155,6 @@ EQUIVALENT: dict[Spot, str] = {
         "names - self._squares.keys() -> names",
     ): "it computes again what it knows, with the same result",
     (
-        "core/serialization.py",
-        "separate[name] = whole.clone() if whole.untyped_storage().data_ptr() in storages else whole",
-        "whole.untyped_storage().data_ptr() in storages -> whole.untyped_storage().data_ptr() not in storages",
-    ): "it copies every tensor, which only takes memory",
-    (
         "core/drift.py",
         "shares = {tag: weight / math.sqrt(length) if length else 0.0 for tag, length in lengths.items()}",
         "0.0 -> 1.0",

@@ -136,7 +136,7 @@ def _code(dtype: torch.dtype, name: str) -> str:
 
 
 def _bits(value: Tensor) -> memoryview:
-    return memoryview(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _in_file_order(entries: Sequence[Entry]) -> list[Entry]:
