@@ -220,7 +220,7 @@ def test_a_mistake_in_the_loss_is_not_blamed_on_the_compiler() -> None:
 
     failures: list[Exception] = []
     with pytest.raises(RuntimeError, match="sizes do not match"):
-        CompiledGradients(mistaken, mistaken, failures.append)({}, [], [], 1)
+        CompiledGradients(lambda *_: mistaken(), mistaken, failures.append)({}, [], [], 1)
     assert not failures
 
 
