@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -133,6 +134,6 @@ def test_a_layer_that_cannot_be_compiled_names_the_setting(monkeypatch: pytest.M
     def fail(*_: Any) -> None:
         raise RuntimeError("no code for this\nand more")
 
-    monkeypatch.setattr(compilation, "_layer_program", lambda function, combine: fail)
+    monkeypatch.setattr(compilation, "_layer_program", cache(lambda function, combine: fail))
     with pytest.raises(CompileError, match=r"llama-lm with fedavg cannot be compiled: no code.*compile = false"):
         play(model, "fedavg", GraphCache(None, compile=True), 1)

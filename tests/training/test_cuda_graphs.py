@@ -15,6 +15,7 @@ from torch import Tensor
 from partita import SGD, AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds
 from partita.core import tensors
 from partita.core.client import ClientState, begin_round
+from partita.core.data import Batch
 from partita.core.optim import Optimizer, Schedule
 from partita.core.rounds import initial_server, make_job
 from partita.core.settings import RunError
@@ -22,10 +23,11 @@ from partita.engines import autotune
 from partita.engines.autotune import bf16_slowdown, choose_graphs
 from partita.storage.client_store import MemoryStore
 from partita.testing.conformance import states_of
+from partita.training import compilation
 from partita.training.client_axis import VmapError
-from partita.training.compilation import CompileError
+from partita.training.compilation import CompiledGradients, CompileError
 from partita.training.cuda_capture import Recorder, Replay
-from partita.training.cuda_graphs import GraphCache, GraphError
+from partita.training.cuda_graphs import GraphCache, GraphedSteps, GraphError
 from partita.training.local_training import train_clients
 
 CASES = {
@@ -124,7 +126,14 @@ def refuse_to_record_inside_vmap(work: Callable[[], Tensor]) -> Replay:
         raise VmapError("vmap cannot lift it; set engine.clients_per_block = 1") from error
 
 
-@pytest.mark.parametrize("recorder", [refuse_to_record, refuse_to_record_inside_vmap])
+def refuse_to_record_compiled_code(work: Callable[[], Tensor]) -> Replay:
+    try:
+        return refuse_to_record(work)
+    except RuntimeError as error:
+        raise CompileError("vit cannot be compiled; set engine.compile = false") from error
+
+
+@pytest.mark.parametrize("recorder", [refuse_to_record, refuse_to_record_inside_vmap, refuse_to_record_compiled_code])
 def test_capture_failure_names_the_setting(recorder: Recorder) -> None:
     with pytest.raises(
         GraphError,
@@ -139,6 +148,80 @@ def test_capture_failure_falls_back_to_eager_with_a_warning_when_not_strict() ->
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert max_relative_difference(plainly, train_with_graphs("fedavg", AdamW(), None, 4)) < 1e-4
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_the_last_eager_step_uses_the_tensors_of_the_capture(captures: bool) -> None:
+    """Otherwise the compiler could meet other strides during the capture, and would have to make another program."""
+    seen: list[Batch] = []
+    batches = [Batch({"x": torch.full((4, 2), float(number))[:, :1]}, torch.tensor([number])) for number in range(5)]
+
+    def step(batch: Batch) -> Tensor:
+        seen.append(batch)
+        return batch.inputs["x"].sum() + batch.targets.sum()
+
+    def record(work: Callable[[], Tensor]) -> Replay | None:
+        return ReplayingRecorder()(work) if captures else None
+
+    steps = GraphedSteps(record)
+    losses = [float(steps(step, batch, None)) for batch in batches]
+    assert losses == [5.0 * number for number in range(5)]
+    assert seen[0] is batches[0]
+    assert seen[1] is not batches[1]
+    assert seen[1].inputs["x"].is_contiguous()
+    if captures:
+        assert all(batch is seen[1] for batch in seen[2:])
+    else:
+        assert [id(batch) for batch in seen[2:]] == [id(batch) for batch in batches[2:]]
+        assert not steps.held
+
+
+def test_memory_is_no_reason_to_stop_compiling() -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    failures: list[Exception] = []
+    gradients = CompiledGradients(full, lambda *_: ({}, torch.zeros(1)), failures.append)
+    with pytest.raises(torch.OutOfMemoryError):
+        gradients({}, [], [], 1)
+    assert not failures
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_a_failed_capture_is_no_failure_of_the_compiler(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "_is_capturing", lambda: capturing)
+    failures: list[Exception] = []
+    calls: list[str] = []
+
+    def compiled(*_: Any) -> Any:
+        calls.append("compiled")
+        raise RuntimeError("refused")
+
+    def plain(*_: Any) -> Any:
+        calls.append("plain")
+        return {}, torch.zeros(1)
+
+    gradients = CompiledGradients(compiled, plain, failures.append)
+    if capturing:
+        with pytest.raises(RuntimeError, match="refused"):
+            gradients({}, [], [], 1)
+        assert calls == ["compiled"]
+        assert not failures
+    else:
+        for _ in range(2):
+            gradients({}, [], [], 1)
+        assert calls == ["compiled", "plain", "plain"]
+        assert [str(error) for error in failures] == ["refused"]
+
+
+def test_a_mistake_in_the_loss_is_not_blamed_on_the_compiler() -> None:
+    def mistaken(*_: Any) -> Any:
+        raise RuntimeError("sizes do not match")
+
+    failures: list[Exception] = []
+    with pytest.raises(RuntimeError, match="sizes do not match"):
+        CompiledGradients(lambda *_: mistaken(), mistaken, failures.append)({}, [], [], 1)
+    assert not failures
 
 
 def test_cpu_uses_no_graphs() -> None:

@@ -61,9 +61,9 @@ def choose_compile(
         workers: Number of worker processes that share the cohort. Each compiles for itself.
         half: Whether steps compute in bfloat16.
     """
-    client = first_with_examples(population)
     if device.type == "cpu":
         return CompileChoice(False, "on a CPU, compiled steps are not always faster")
+    client = first_with_examples(population)
     if client is None:
         return CompileChoice(False, "no client trains here")
     if run.method.privacy is not None:
