@@ -66,6 +66,11 @@ def test_captured_steps_of_unequal_clients_have_few_shapes() -> None:
     assert len(every) == 12 * 4
 
 
+def test_small_clients_are_padded_to_a_part_of_the_full_size() -> None:
+    """The size of a block is that of its largest batch, rounded up: also for its last steps, which have less."""
+    assert step_shapes([(5, 1), (3,)], PADDING) == [StepShape(2, 2, 6, True), StepShape(1, 1, 6, True)]
+
+
 def test_captured_steps_of_equal_clients_are_not_padded() -> None:
     sizes = [(8, 8, 3)] * 4
     assert step_shapes(sizes, PADDING) == step_shapes(sizes)

@@ -5,7 +5,7 @@ The recorder runs a step again at each replay. All in float64, so that the two a
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from helpers import OPTIMIZERS, max_difference, play, toy_model, toy_run
 
 from partita.core.data import ClientData
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import Method
+from partita.core.method import ClientRule, Context, Method
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.rng import Key
@@ -215,6 +215,23 @@ def test_smaller_block_uses_the_graphs_of_a_larger_one(name: str) -> None:
     assert [trainer.axis.count for trainer in graphs.known.values() if trainer.axis.many] == [5]
     _, alone = played(run, 1)
     assert max(max_difference(together[owner], alone[owner]) for owner in alone if alone[owner]) < 1e-7
+
+
+@dataclass(frozen=True)
+class GradientOfTheAnchor(ClientRule):
+    """All clients ask for a gradient at the same point, which has no client dimension."""
+
+    def step_gradient(self, gradient_at: Any, params: Tensors, ctx: Context) -> Tensors:
+        found: Tensors = gradient_at({name: ctx.anchor[name] for name in params})
+        return found
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_point_shared_by_all_clients_fits_those_that_still_train(recorded: bool) -> None:
+    run = unequal_run(Method("m", client_rules=(GradientOfTheAnchor(),)))
+    _, together = played(run, 5, GraphCache(ReplayingRecorder()) if recorded else None)
+    _, alone = played(run, 1)
+    assert max_difference(together["server"], alone["server"]) < 1e-7
 
 
 def test_larger_block_replaces_a_smaller_one() -> None:
