@@ -39,7 +39,7 @@ COLUMNS = """
 
 The rows are about the example on the cards (a small ViT, or a tiny CLIP) in its last round.
 
-| column | |
+| column | meaning |
 |---|---|
 | trains | what a client trains |
 | sends | how much of that goes to the server |
