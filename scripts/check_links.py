@@ -1,5 +1,7 @@
 """Check the built site: every link, anchor, picture and script that it names is in it. Links to elsewhere are counted.
 
+Pictures, headings of tables and dialogs must have a text, for those who do not see the page.
+
 python scripts/check_links.py site             # exits with 1 if something is missing
 python scripts/check_links.py site --elsewhere # also lists the addresses of other sites
 """
@@ -26,7 +28,8 @@ class Page(HTMLParser):
     links: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     anchors: set[str] = field(default_factory=set)
-    without_text: list[str] = field(default_factory=list)  # pictures without a text for those who do not see them
+    unnamed: list[str] = field(default_factory=list)  # what has no text for those who do not see the page
+    heading: str | None = None  # text of the table heading that is being read
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -40,8 +43,26 @@ class Page(HTMLParser):
             self.links.append(values["href"])
         elif tag in LOADED and values.get(LOADED[tag]) and values.get("rel") not in NAMED:
             self.loaded.append(values[LOADED[tag]])
-        if tag == "img" and not values.get("alt"):
-            self.without_text.append(values.get("src", ""))
+        if tag == "img":
+            self.heading = None if self.heading is None else self.heading + values.get("alt", "")
+            if not values.get("alt"):
+                self.unnamed.append(f"the picture {values.get('src', '')}")
+        elif tag == "th":
+            self.heading = ""
+        elif values.get("role") == "dialog" and not values.keys() & {"aria-label", "aria-labelledby"}:
+            self.unnamed.append(f"the dialog <{tag}>")
+
+    def handle_data(self, data: str) -> None:
+        """Collect the text of a table heading."""
+        if self.heading is not None:
+            self.heading += data
+
+    def handle_endtag(self, tag: str) -> None:
+        """See whether a table heading has a text."""
+        if tag == "th":
+            if self.heading is not None and not self.heading.strip():
+                self.unnamed.append("a heading of a table")
+            self.heading = None
 
 
 @dataclass
@@ -77,7 +98,7 @@ def check(site: Path) -> Report:
                 report.problems.append(f"{name}: {link} is loaded from another site")
             else:
                 report.problems += [f"{name}: {problem}" for problem in _missing(link, path, site, pages)]
-        report.problems += [f"{name}: the picture {picture} has no text" for picture in page.without_text]
+        report.problems += [f"{name}: {unnamed} has no text" for unnamed in page.unnamed]
     return report
 
 

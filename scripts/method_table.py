@@ -23,9 +23,11 @@ NOISY = {"safl": {"noise": 8.0, "probe": 0.5}}  # a choice that is made on the d
 LAST = 9  # the last round of the cards' example, when warm-ups are over
 INTRODUCTION = """# Methods
 
-Every method has a card with its formula, parameters, deviations from the paper and evidence. This table is written by
-`python scripts/write_reference.py` from the registry; [below](#columns) is what its columns mean. Methods compose, such
-as `fedfrozen+scaffold`; `partita methods NAME` lists the compositions that the tests cover.
+Every method has a card with its formula, parameters, deviations from the paper and evidence.
+[Below](#columns) is what the columns mean. Methods compose, such as `fedfrozen+scaffold`; `partita methods NAME` lists
+the compositions that the tests cover.
+
+<!-- Written by scripts/write_reference.py from the registry; do not edit it by hand. -->
 
 <div class="filtered" data-columns="trains, sends, personal, private, secure, task" markdown>
 
@@ -39,7 +41,7 @@ COLUMNS = """
 
 The rows are about the example on the cards (a small ViT, or a tiny CLIP) in its last round.
 
-| column | |
+| column | meaning |
 |---|---|
 | trains | what a client trains |
 | sends | how much of that goes to the server |

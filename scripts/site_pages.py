@@ -39,6 +39,7 @@ CODE = re.compile(
     r"(^(?P<fence>```+|~~~+).*?^(?P=fence)\s*?$|(?<!`)(?P<tick>`+)(?!`).+?(?<!`)(?P=tick)(?!`))", re.M | re.S
 )
 FORMULA = re.compile(r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<tex>.*?)\\[)\]]</(?P=tag)>', re.S)
+EMPTY_HEADING = re.compile(r"<th([^>]*)>\s*</th>")
 VERDICTS = re.compile(r"(?<=^## Verdicts\n).*?(?=^## )", re.M | re.S)
 
 
@@ -165,6 +166,11 @@ def with_formulas(page: str) -> str:
     )
 
 
+def with_cells(page: str) -> str:
+    """Return the HTML of a page in which a table's empty headings are plain cells: a heading names something."""
+    return EMPTY_HEADING.sub(r"<td\1></td>", page)
+
+
 # ---- what MkDocs calls
 
 
@@ -220,5 +226,10 @@ def on_page_markdown(markdown: str, page: Any, **more: Any) -> str:
 
 
 def on_page_content(html: str, **more: Any) -> str:
-    """Draw the formulas."""
-    return with_formulas(html)
+    """Draw the formulas, and make tables right."""
+    return with_cells(with_formulas(html))
+
+
+def on_post_page(output: str, **more: Any) -> str:
+    """Name the theme's search for screen readers."""
+    return output.replace(' role="dialog">', ' role="dialog" aria-label="Search">')

@@ -12,8 +12,9 @@ from model_types import CASES, check  # type: ignore[import-not-found]  # noqa: 
 
 INTRODUCTION = """# Reference: models
 
-Written by `python scripts/write_models.py` from the checks in `tests/models/test_model_types.py`; do not edit it by
-hand. Any other type of transformers works too: `partita model PATH` shows what partita finds in it.
+<!-- Written by scripts/write_models.py from the checks in tests/models/test_model_types.py; do not edit it by hand. -->
+
+Any other type of transformers works too: `partita model PATH` shows what partita finds in it.
 
 Each type was built from a tiny random config. For each, the tests check that
 

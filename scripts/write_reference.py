@@ -31,7 +31,7 @@ import method_table  # noqa: E402
 FOLDER = ROOT / "docs" / "reference"
 INTRODUCTION = """# Reference: configs
 
-Written by `python scripts/write_reference.py` from the annotations that the code checks; do not edit it by hand.
+<!-- Written by scripts/write_reference.py from the annotations that the code checks; do not edit it by hand. -->
 
 A config is a TOML file. Every key is checked when it is read: an unknown key, a wrong type or a value out of its range
 is an error that names the key and what it must be. Whole numbers fit 64 bits, numbers are finite, and texts are one
@@ -39,11 +39,12 @@ line. A key without a default must be given; a key whose default is "–" may be
 """
 CLI_INTRODUCTION = """# Reference: commands
 
-Written by `python scripts/write_reference.py` from the commands themselves; do not edit it by hand. `partita COMMAND
---help` prints the same. Set `PARTITA_DEBUG=1` to see the traceback of an error."""
+<!-- Written by scripts/write_reference.py from the commands themselves; do not edit it by hand. -->
+
+`partita COMMAND --help` prints the same as this page. Set `PARTITA_DEBUG=1` to see the traceback of an error."""
 EXIT_CODES = f"""# Reference: exit codes
 
-Written by `python scripts/write_reference.py` from the commands themselves; do not edit it by hand.
+<!-- Written by scripts/write_reference.py from the commands themselves; do not edit it by hand. -->
 
 | code | meaning |
 |--:|---|
@@ -63,8 +64,10 @@ can be resumed too. `PARTITA_DEBUG=1` shows the traceback of an error.
 """
 RUN_FOLDER = """# Reference: run folder
 
-Written by `python scripts/write_reference.py` from the code; do not edit it by hand. A run's folder holds everything
-that is known about the run. [Stop and resume](../guide/folders.md) says what can be done with it.
+<!-- Written by scripts/write_reference.py from the code; do not edit it by hand. -->
+
+A run's folder holds everything that is known about the run. [Stop and resume](../guide/folders.md) says what can be
+done with it.
 
 | file | contents | written |
 |---|---|---|

@@ -35,7 +35,7 @@ def test_pooled_model_has_the_recorded_scores(tmp_path: Path) -> None:
 
 def test_untrained_server_model_is_refused(tmp_path: Path) -> None:
     done = partita.run(config("local-only"), tmp_path / "run")
-    with pytest.raises(RunError, match="nothing travels with 'local-only'.*--client c0"):
+    with pytest.raises(RunError, match=r"nothing travels with 'local-only'.*--client c0"):
         done.export(tmp_path / "export")
     with pytest.raises(RunError, match="the server's model is untrained"):
         done.model()

@@ -158,6 +158,14 @@ def test_there_are_six_short_tutorials_and_every_figure_has_a_text() -> None:
 # ---- the link checker
 
 
+def test_empty_headings_become_cells_and_the_search_has_a_name() -> None:
+    table = '<table><tr><th></th><th style="text-align: right;"> </th><th>a</th></tr></table>'
+    made = site_pages.on_page_content(table)
+    assert made == '<table><tr><td></td><td style="text-align: right;"></td><th>a</th></tr></table>'
+    named = site_pages.on_post_page('<div class="md-search" role="dialog">')
+    assert named == '<div class="md-search" role="dialog" aria-label="Search">'
+
+
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
@@ -167,7 +175,11 @@ def test_there_are_six_short_tutorials_and_every_figure_has_a_text() -> None:
         ('<img alt="x" src="missing.png">', "there is no missing.png"),
         ('<a href="../outside.html">x</a>', "there is no ../outside.html"),
         ('<script src="https://cdn.example.org/x.js"></script>', "is loaded from another site"),
-        ('<img src="picture.png">', "has no text"),
+        ('<img src="picture.png">', "the picture picture.png has no text"),
+        ("<table><tr><th>a</th><th> </th></tr></table>", "a heading of a table has no text"),
+        ('<div role="dialog">x</div>', "the dialog <div> has no text"),
+        ('<div role="dialog" aria-label="Search"><th><code>a</code></th><td></td></div>', ""),
+        ('<th><img alt="x" src="picture.png"></th>', ""),
         ('<a href="other.html#here">x</a><a href="folder/">y</a><a href="https://example.org">z</a>', ""),
     ],
 )

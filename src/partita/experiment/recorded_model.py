@@ -57,8 +57,8 @@ class RecordedModel:
         if client is None:
             if plan.keep and not plan.up:
                 raise RunError(
-                    f"nothing travels with '{run.method.name}', so the server's model is untrained; choose the model of "
-                    f"a client: --client {clients[0]}"
+                    f"nothing travels with '{run.method.name}', so the server's model is untrained; choose the model "
+                    f"of a client: --client {clients[0]}"
                 )
             return self.saved.server.params
         store = DiskStore(self.folder / run_folder.CLIENTS, experiment.device, self.saved.states)
