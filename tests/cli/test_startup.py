@@ -127,3 +127,16 @@ def test_windows_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(ImportError, match="needs Linux or macOS"):
         runpy.run_path(str(partita.__file__))
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_frozen_objects_are_released_at_the_end_only_for_triton(triton: bool) -> None:
+    code = (
+        "import atexit, gc, sys, types\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"  # the first one registered is called last
+        "from partita.experiment.gc_freeze import importing\n"
+        "with importing():\n    import email.message\n"
+    )
+    ready = "import sys, types\nsys.modules['triton'] = types.ModuleType('triton')\n" if triton else ""
+    done = subprocess.run([sys.executable, "-c", ready + code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [str(not triton)], done.stderr

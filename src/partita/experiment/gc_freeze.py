@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import sys
 from collections.abc import Iterator
@@ -23,5 +24,15 @@ def importing() -> Iterator[None]:
     finally:
         if len(sys.modules) > known:
             gc.freeze()
+            atexit.register(_unfreeze_triton)
         if collecting:
             gc.enable()
+
+
+def _unfreeze_triton() -> None:
+    """Let triton's objects be collected at the end: it reports frozen ones as leaked, in thirty lines per command.
+
+    Without triton everything stays frozen, because collecting all modules would delay the end of every command.
+    """
+    if "triton" in sys.modules:
+        gc.unfreeze()
