@@ -19,7 +19,7 @@ def config(method: str) -> dict[str, Any]:
         "data": {"name": "digits"},
         "split": {"name": "iid", "clients": 3},
         "model": {"name": "vit", "layers": 1, "width": 8, "heads": 2, "patch": 4},
-        "training": {"optimizer": "adamw", "lr": 3e-3, "steps": 10},
+        "training": {"optimizer": "adamw", "lr": 3e-3, "steps": 60},
         "method": {"name": method},
     }
 
