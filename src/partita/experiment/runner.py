@@ -369,7 +369,7 @@ def run_rounds(
     """
     config = experiment.config
     with (
-        open_trackers(config.track.to, tomllib.loads(config.to_toml()), folder) as track,
+        open_trackers(config.track.to, tomllib.loads(_resolved(experiment).to_toml()), folder) as track,
         record_progress(engine, folder, experiment.run, experiment.guard is not None, connected) as observed,
     ):
         yield from _run_rounds(experiment, folder, observed, store, server, done, track, checkpoints)
