@@ -204,7 +204,7 @@ def test_the_command_prints_one_line_and_ends_with_one_line(tmp_path: Path) -> N
     line = child.stdout.readline()
     assert line.startswith(f"watching {tmp_path} at http://127.0.0.1:")
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=30)
+    out, err = child.communicate(timeout=120)
     assert (child.returncode, out, err) == (130, "", "stopped\n")
 
 
