@@ -70,9 +70,9 @@ def test_ls_imports_no_slow_library() -> None:
 
 
 def test_plan_imports_only_torch_and_the_library_of_the_model() -> None:
-    """numpy comes with torch, and scipy with transformers."""
+    """numpy comes with torch, and scipy with transformers; older ones import scikit-learn too."""
     words = ["plan", "-c", str(EXAMPLES / "digits.toml")]
-    assert slow_imports(COMMAND.format(words=words)) <= {"torch", "numpy", "transformers", "scipy"}
+    assert slow_imports(COMMAND.format(words=words)) <= {"torch", "numpy", "transformers", "scipy", "sklearn"}
 
 
 def test_run_and_site_modules_import_only_torch_numpy_and_flower() -> None:
