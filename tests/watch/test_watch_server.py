@@ -11,6 +11,7 @@ import sys
 import time
 import webbrowser
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -199,12 +200,14 @@ def test_more_connections_than_allowed_are_closed_at_once(tmp_path: Path, monkey
 def test_the_command_prints_one_line_and_ends_with_one_line(tmp_path: Path) -> None:
     write_run(tmp_path, "fedavg", 0)
     command = [sys.executable, "-m", "partita", "watch", str(tmp_path), "--no-browser"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell lets its background jobs ignore Ctrl-C, and so their children.
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen)
     assert child.stdout is not None
     line = child.stdout.readline()
     assert line.startswith(f"watching {tmp_path} at http://127.0.0.1:")
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=120)
+    out, err = child.communicate(timeout=30)
     assert (child.returncode, out, err) == (130, "", "stopped\n")
 
 
