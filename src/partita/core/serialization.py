@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from partita.core.packed import PackedTensors, shapes
-from partita.core.tensors import Tensors
+from partita.core.tensors import Tensors, byte_view
 
 Entry = tuple[str, str, tuple[int, ...], int]  # a tensor's name, the name of its type, its shape and its bytes
 Message = Mapping[str, Mapping[str, Tensor]]  # slot name -> tensors by parameter name, possibly PackedTensors
@@ -65,7 +65,7 @@ def save(tensors: Tensors, about: dict[str, str] | None = None) -> bytes:
     """
     entries = [(name, _code(value.dtype, name), tuple(value.shape), value.nbytes) for name, value in tensors.items()]
     order = _in_file_order(entries)
-    return b"".join([_header(order, about), *(_bits(tensors[name]) for name, *_ in order)])
+    return b"".join([_header(order, about), *(byte_view(tensors[name]) for name, *_ in order)])
 
 
 def load(data: bytes) -> Tensors:
@@ -133,10 +133,6 @@ def _code(dtype: torch.dtype, name: str) -> str:
             "encode"
         )
     return DTYPES[dtype]
-
-
-def _bits(value: Tensor) -> memoryview:
-    return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _in_file_order(entries: Sequence[Entry]) -> list[Entry]:

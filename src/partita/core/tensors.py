@@ -145,12 +145,17 @@ def _bits(value: Tensor) -> Tensor:
     return value.detach().contiguous().flatten().view(torch.uint8)
 
 
+def byte_view(value: Tensor) -> memoryview:
+    """Return the bits of a tensor. They are copied only if they are on another device or not contiguous."""
+    return _bits(value.cpu()).numpy().data
+
+
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Return a hash of names, types, shapes and bits."""
     state = hashlib.blake2b(digest_size=16)
     for name, value in sorted(tensors.items()):
         state.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
-        state.update(_bits(value.cpu()).numpy().data)
+        state.update(byte_view(value))
     return state.hexdigest()
 
 
@@ -161,7 +166,7 @@ def sha256(tensors: Mapping[str, Tensor]) -> str:
     """
     named = sorted(tensors.items())
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        digests = threads.map(lambda item: hashlib.sha256(_bits(item[1].cpu()).numpy().data).hexdigest(), named)
+        digests = threads.map(lambda item: hashlib.sha256(byte_view(item[1])).hexdigest(), named)
         lines = [
             f"{name}|{value.dtype}|{tuple(value.shape)}|{digest}\n"
             for (name, value), digest in zip(named, digests, strict=True)
