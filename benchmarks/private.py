@@ -16,7 +16,6 @@ over what was allocated before; it is only measured on a GPU. A side that fails 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -24,13 +23,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from environment import environment, now
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from works import chosen_works, work_options
 
 from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods
 from partita.core.dp_settings import DPSGDSettings
@@ -73,24 +72,10 @@ Side = Callable[[], float | None]  # trains one round and returns the mean loss 
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--works", nargs="*", choices=["bert", "lora"], default=["bert", "lora"])
-    options.add_argument("--small", action="store_true", help="small models, for a CPU")
-    for name in SIZES["bert", False]:
-        options.add_argument(f"--{name}", type=int, help="instead of the work's own number")
+    options = work_options(__doc__, SIZES, repeats=5)
     options.add_argument("--rank", type=int, default=8)
-    options.add_argument("--precision", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU")
-    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options.add_argument("--sides", nargs="*", help="those whose names contain one of these words")
-    options.add_argument("--repeats", type=int, default=5)
-    options.add_argument("--out", type=Path)
-    chosen = options.parse_args()
+    chosen, works = chosen_works(options, SIZES)
     device, onednn = torch.device(chosen.device), configure_backends("auto")
-    chosen.precision = chosen.precision or ("bfloat16" if device.type == "cuda" else "float32")
-    works = {
-        work: {**SIZES[work, chosen.small], **{name: n for name in SIZES[work, False] if (n := vars(chosen)[name])}}
-        for work in chosen.works
-    }
     text = f"{works}, {chosen.precision}, rank {chosen.rank}; median of {chosen.repeats} rounds, sides in turn"
     about = environment(device, onednn, text)
     print(f"{text}; {about['device']}, {about['threads']} threads, torch {about['torch']}", flush=True)

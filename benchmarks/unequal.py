@@ -19,14 +19,12 @@ say nothing about graphs.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +32,7 @@ import torch
 from environment import environment, now
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
+from works import chosen_works, work_options
 
 from partita import AdamW, Key, Run, SimulationEngine, Training, methods
 from partita.core.model import Model
@@ -110,24 +109,10 @@ def run_again(work: Callable[[], Tensor]) -> Replay:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--works", nargs="*", choices=["bert", "vit"], default=["bert", "vit"])
-    options.add_argument("--small", action="store_true", help="small models, for a CPU")
-    for name in SIZES["bert", False]:
-        options.add_argument(f"--{name}", type=int, help="instead of the work's own number")
-    options.add_argument("--precision", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU")
-    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options.add_argument("--sides", nargs="*", help="those whose names contain one of these words")
+    options = work_options(__doc__, SIZES, repeats=8)
     options.add_argument("--warmup", type=int, default=4, help="rounds before the timed ones")
-    options.add_argument("--repeats", type=int, default=8, help="timed rounds")
-    options.add_argument("--out", type=Path)
-    chosen = options.parse_args()
+    chosen, works = chosen_works(options, SIZES)
     device, onednn = torch.device(chosen.device), configure_backends("auto")
-    chosen.precision = chosen.precision or ("bfloat16" if device.type == "cuda" else "float32")
-    works = {
-        work: {**SIZES[work, chosen.small], **{name: n for name in SIZES[work, False] if (n := vars(chosen)[name])}}
-        for work in chosen.works
-    }
     text = f"{works}, {chosen.precision}; {chosen.repeats} rounds after {chosen.warmup}"
     about = environment(device, onednn, text)
     print(f"{text}; {about['device']}, {about['threads']} threads, torch {about['torch']}", flush=True)
