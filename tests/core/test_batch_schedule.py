@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partita.core import memory
-from partita.core.batch_schedule import MANY_EXAMPLES, BatchSchedule, count_steps, poisson_batches, shuffled_batches
+from partita.core.batch_schedule import (
+    MANY_EXAMPLES,
+    BatchSchedule,
+    count_steps,
+    group_by_length,
+    poisson_batches,
+    shuffled_batches,
+)
 from partita.core.rng import Key
 from partita.core.settings import Training
 
@@ -132,3 +139,68 @@ def test_poisson_batches_sample_examples_independently() -> None:
     assert abs(float(taken.sum(1).var()) - 50 * 0.4 * 0.6) < 1.5
     assert poisson_batches(50, replace(training, batch_size=64, steps=3), None, Key(1)).sizes == (50, 50, 50)
     assert count_steps(50, replace(training, steps=None, epochs=3), None) == 9
+
+
+# ---- texts of similar lengths
+
+
+@given(
+    count=st.integers(1, 130),
+    size=st.integers(1, 2),
+    accumulate=st.integers(1, 2),
+    steps=st.none() | st.integers(1, 300),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60)
+def test_each_fifty_steps_of_an_epoch_are_sorted_longest_first(
+    count: int, size: int, accumulate: int, steps: int | None, seed: int
+) -> None:
+    """As transformers describes its own option: shuffle, cut, sort. Nothing but the order within a part changes."""
+    training = Training(lr=1.0, batch_size=size, accumulate=accumulate, epochs=2, steps=steps)
+    lengths = torch.randint(1, 9, (count,), generator=Key(seed).generator())
+    plain = shuffled_batches(count, training, None, Key(seed))
+    grouped = group_by_length(plain, lengths, training)
+    assert grouped.sizes == plain.sizes
+    order, expected = plain.order.tolist(), []
+    for start in range(0, len(order), count):
+        epoch = order[start : start + count]
+        for first in range(0, len(epoch), 50 * size * accumulate):
+            part = epoch[first : first + 50 * size * accumulate]
+            expected += [row for length in range(8, 0, -1) for row in part if lengths[row] == length]
+        if start + count <= len(order):
+            assert sorted(expected[start : start + count]) == list(range(count))
+    assert grouped.order.tolist() == expected
+
+
+def test_epoch_has_the_order_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers also swaps a longest text to the front; here all parts begin with one, so nothing is swapped."""
+    from transformers.trainer_pt_utils import get_length_grouped_indices
+
+    training, count = Training(lr=1.0, batch_size=3), 7 * 150 + 70
+    lengths = torch.randint(1, 6, (count,), generator=Key(4).generator())
+    plain = shuffled_batches(count, training, None, Key(5))
+    monkeypatch.setattr(torch, "randperm", lambda *given, **more: plain.order)
+    theirs = get_length_grouped_indices(lengths.tolist(), 3, mega_batch_mult=50)
+    assert group_by_length(plain, lengths, training).order.tolist() == theirs
+
+
+@pytest.mark.parametrize("options", [{"epochs": 2}, {"steps": 3}, {"accumulate": 2, "steps": 70}])
+def test_texts_of_one_length_stay_where_they_are(options: dict[str, Any]) -> None:
+    training = Training(lr=1.0, batch_size=4, **options)
+    plain = shuffled_batches(230, training, None, Key(2))
+    grouped = group_by_length(plain, torch.full((230,), 7), training)
+    assert grouped.sizes == plain.sizes
+    assert torch.equal(grouped.order, plain.order)
+
+
+def test_few_steps_train_on_texts_of_all_lengths() -> None:
+    """Sorting a whole epoch before it is cut would leave only the longest texts."""
+    training = Training(lr=1.0, batch_size=4, steps=2)
+    lengths = torch.arange(100)
+    seen = set()
+    for seed in range(60):
+        plain = shuffled_batches(100, training, None, Key(seed))
+        grouped = group_by_length(plain, lengths, training)
+        assert {*grouped.order.tolist()} == {*plain.order.tolist()}
+        seen |= {*grouped.order.tolist()}
+    assert len(seen) > 90

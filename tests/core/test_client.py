@@ -11,7 +11,7 @@ import torch
 from helpers import toy_run
 from line_model import Line, line_batch
 
-from partita.core.batch_schedule import poisson_batches, shuffled_batches
+from partita.core.batch_schedule import group_by_length, poisson_batches, shuffled_batches
 from partita.core.client import (
     OPTIMIZER_PREFIX,
     ClientError,
@@ -37,7 +37,7 @@ from partita.core.method import (
 )
 from partita.core.plan import Phase, Plan, RoundInfo
 from partita.core.rng import Key
-from partita.core.settings import Run
+from partita.core.settings import Run, RunError
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import DeltaFacts, Update
 
@@ -112,6 +112,24 @@ def test_batches_are_sampled_as_the_privacy_settings_say(privacy: DPSGDSettings 
     expected = make(5, run.training, None, begun.key / "batches" / 0)
     assert (begun.schedules[0].order.tolist(), begun.schedules[0].sizes) == (expected.order.tolist(), expected.sizes)
     assert begun.dp_settings is privacy
+
+
+class FiveTexts(FiveExamples):
+    def lengths(self, indices: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([3, 9, 1, 9, 5])[indices]
+
+
+def test_texts_are_grouped_by_their_lengths_in_every_phase() -> None:
+    run = make_run(group_by_length=True)
+    begun = begin_round(run, MODEL, JOB, ClientState(), FiveTexts())
+    lengths = torch.tensor([3, 9, 1, 9, 5])
+    for schedule, plain in zip(begun.schedules, begin(make_run()).schedules, strict=True):
+        assert lengths[schedule.order].tolist() == [9, 9, 5, 3, 1] * (len(plain) // 2)
+        assert torch.equal(schedule.order, group_by_length(plain, lengths, run.training).order)
+    with pytest.raises(
+        RunError, match=r"^training\.group_by_length needs texts, and .* have no lengths.*; leave it out$"
+    ):
+        begin(run)
 
 
 def test_straggler_takes_the_given_fraction_of_its_steps() -> None:

@@ -156,4 +156,5 @@ def test_training_defaults_change_nothing() -> None:
     training = Training(0.1)
     assert (training.accumulate, training.warmup_steps, training.layer_decay) == (1, 0, 1.0)
     assert training.decay_norms_and_biases
+    assert not training.group_by_length
     assert training.examples_per_step == training.batch_size

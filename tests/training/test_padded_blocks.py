@@ -10,22 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from architecture_fixtures import make_model
 from graph_fixtures import ReplayingRecorder
 from helpers import OPTIMIZERS, max_difference, play, toy_model, toy_run
+from text_fixtures import TextClients, long_bert
 
-from partita.core.data import ClientData
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.method import ClientRule, Context, Method
-from partita.core.model import Model
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.rng import Key
 from partita.core.rounds import RoundResult, rounds
 from partita.core.settings import Run
 from partita.core.tensors import Tensors
 from partita.data.client_ids import NamedClients
-from partita.data.ragged import ragged
-from partita.data.task import Federation, Subset, Table, Task
+from partita.data.task import Federation, Table, Task
 from partita.engines.simulation import SimulationEngine
 from partita.methods import build
 from partita.methods.fedavg import fedavg
@@ -162,27 +159,6 @@ def test_round_reports_the_share_of_padding() -> None:
 
 
 # ---- texts
-
-
-def long_bert() -> Model:
-    return make_model("bert-text", sizes={"max_position_embeddings": 64})
-
-
-class TextClients:
-    """Clients with texts of many lengths, from one table."""
-
-    def __init__(self) -> None:
-        sizes = dict(zip("abcdef", (9, 7, 6, 5, 4, 2), strict=True))
-        draw = Key(5).generator()
-        lengths = torch.randint(3, 60, (sum(sizes.values()),), generator=draw).tolist()
-        rows = [torch.randint(1, 20, (length,), generator=draw).tolist() for length in lengths]
-        table = ragged(rows, 60, torch.randint(2, (len(rows),), generator=draw))
-        parts = torch.arange(len(rows)).split(list(sizes.values()))
-        self.parts = {client: Subset(table, part) for client, part in zip(sizes, parts, strict=True)}
-        self.clients = list(sizes)
-
-    def __getitem__(self, client: str) -> ClientData:
-        return ClientData(*[self.parts[client]] * 3)
 
 
 def test_texts_of_many_lengths_train_padded_as_alone() -> None:

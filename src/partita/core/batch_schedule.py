@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from partita.core import memory
+from partita.core.data import Examples, text_lengths
 from partita.core.rng import Key
-from partita.core.settings import Training
+from partita.core.settings import RunError, Training
 
+MEGA_BATCH = 50  # steps whose examples are sorted by length together; transformers has this number
 MANY_EXAMPLES = 10**8  # check free memory before creating an order of more examples than this
 
 
@@ -108,3 +110,37 @@ def poisson_batches(
     share = min(1.0, training.batch_size / count)
     batches = [(key / step).poisson(count, share) for step in range(count_steps(count, training, epochs, fraction))]
     return BatchSchedule(torch.cat(batches), tuple(map(len, batches)))
+
+
+def group_by_length(schedule: BatchSchedule, lengths: Tensor, training: Training) -> BatchSchedule:
+    """Sort shuffled batches so that each holds texts of similar lengths.
+
+    Each epoch is cut into mega-batches of `MEGA_BATCH` steps, and each of these is sorted, longest first. A mega-batch
+    keeps its examples and a step its size, so a phase of few steps trains on the same texts as without grouping.
+
+    All clients go from long to short. So those of a block, whose batches are padded to the longest text of all of them,
+    are wide and narrow together.
+
+    Args:
+        schedule: The batches, from `shuffled_batches`.
+        lengths: The length of each of the client's examples, (example,).
+        training: The training settings.
+    """
+    epochs = torch.split(schedule.order, len(lengths))  # the last one may be cut short
+    parts = [part for epoch in epochs for part in torch.split(epoch, MEGA_BATCH * training.examples_per_step)]
+    order = torch.cat([part[lengths[part].argsort(descending=True, stable=True)] for part in parts])
+    return BatchSchedule(order, schedule.sizes)
+
+
+def lengths_to_group(examples: Examples, indices: Tensor) -> Tensor:
+    """Return the number of tokens of each example at `indices`, (example,), for `group_by_length`.
+
+    Raises:
+        RunError: If the examples are not texts.
+    """
+    lengths = text_lengths(examples, indices)
+    if lengths is None:
+        raise RunError(
+            "training.group_by_length needs texts, and these examples have no lengths in tokens; leave it out"
+        )
+    return lengths

@@ -11,10 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from partita.core import tensors
-from partita.core.batch_schedule import BatchSchedule, poisson_batches, shuffled_batches
+from partita.core.batch_schedule import (
+    BatchSchedule,
+    group_by_length,
+    lengths_to_group,
+    poisson_batches,
+    shuffled_batches,
+)
 from partita.core.data import Examples
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.group_units import group_units
@@ -295,10 +302,14 @@ def _batch_schedules(
     count = len(examples)
     if not count:
         raise ClientError(job.client, "has no training examples; add some or remove the client from the population")
-    phases = enumerate(plan.phases)
-    return tuple(
-        [make_schedule(count, run.training, phase.epochs, key / "batches" / place, fraction) for place, phase in phases]
-    )
+    schedules = [
+        make_schedule(count, run.training, phase.epochs, key / "batches" / place, fraction)
+        for place, phase in enumerate(plan.phases)
+    ]
+    if run.training.group_by_length:
+        lengths = lengths_to_group(examples, torch.arange(count))
+        schedules = [group_by_length(schedule, lengths, run.training) for schedule in schedules]
+    return tuple(schedules)
 
 
 def finish_round(run: Run, client_round: ClientRound, learned: LocalResult) -> tuple[Update, ClientState]:

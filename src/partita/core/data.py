@@ -63,6 +63,20 @@ class TableExamples(Examples, Protocol):
         ...
 
 
+@runtime_checkable
+class TextExamples(Examples, Protocol):
+    """Examples that know the lengths of their texts, or a view of examples that may know them."""
+
+    def lengths(self, indices: Tensor) -> Tensor | None:
+        """Return the number of tokens of each example at `indices`, (example,); None if they are not texts."""
+        ...
+
+
+def text_lengths(examples: Examples, indices: Tensor) -> Tensor | None:
+    """Return the number of tokens of each example at `indices`, (example,); None if they are not texts."""
+    return examples.lengths(indices) if isinstance(examples, TextExamples) else None
+
+
 @dataclass(frozen=True)
 class ClientData:
     """One client's examples by split.

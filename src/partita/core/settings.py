@@ -52,6 +52,7 @@ class Training:
         augment: The augmentations of training images, in order.
         adapt_lr: The learning rate with which clients adapt their models before a personalized evaluation. It has no
             schedule. None: `lr`.
+        group_by_length: Whether the batches of an epoch hold texts of similar lengths, which need less padding.
         dropout: Whether the model's dropout is active in training. Its rates are those of the model.
 
     Raises:
@@ -76,6 +77,7 @@ class Training:
     class_weights: tuple[float, ...] = ()
     augment: tuple[str, ...] = ()
     adapt_lr: float | None = None
+    group_by_length: bool = False
 
     def __post_init__(self) -> None:
         for setting in ("lr", "batch_size", "epochs", "accumulate"):
@@ -199,6 +201,11 @@ class Run:
             raise RunError(
                 "training.accumulate and privacy are both set; DP-SGD is accounted by training.batch_size, so leave "
                 "training.accumulate out and raise training.batch_size"
+            )
+        if self.method.privacy and self.training.group_by_length:
+            raise RunError(
+                "training.group_by_length and privacy are both set; DP-SGD is accounted for batches that are drawn "
+                "without a look at the examples, so leave training.group_by_length out"
             )
         if self.method.privacy and self.training.loss_average == "tokens":
             raise RunError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.core.data import IGNORE_INDEX, Batch, Examples
+from partita.core.data import IGNORE_INDEX, Batch, Examples, text_lengths
 from partita.data.ragged import padded
 
 
@@ -38,6 +38,12 @@ class PackedExamples:
     def limits(self) -> tuple[int, int]:
         """The longest padded rows, of the inputs and of the targets."""
         return self.limit, self.limit
+
+    def lengths(self, indices: Tensor) -> Tensor:
+        """Return the number of tokens of rows, (row,)."""
+        tokens = text_lengths(self.examples, self.order)
+        assert tokens is not None  # only texts are packed
+        return torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])[self.offsets].diff()[indices]
 
     def take(self, indices: Tensor) -> Batch:
         counts = self.offsets[indices + 1] - self.offsets[indices]  # (row,)

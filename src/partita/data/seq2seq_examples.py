@@ -44,6 +44,10 @@ class Seq2SeqExamples:
         """The longest padded rows, of the sources and of the targets."""
         return self.sources.limits[0], self.answers.limits[0]
 
+    def lengths(self, indices: Tensor) -> Tensor:
+        """Return the number of tokens of the sources with their targets, (example,): both cost padding."""
+        return self.sources.lengths(indices) + self.answers.lengths(indices)
+
     def vocabulary_size(self) -> int:
         """Return the smallest vocabulary size that holds every token."""
         return max(self.sources.vocabulary_size(), self.answers.vocabulary_size(), self.start + 1)

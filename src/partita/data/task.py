@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from partita.core.data import Batch, ClientData, Examples, NewClasses
+from partita.core.data import Batch, ClientData, Examples, NewClasses, text_lengths
 from partita.core.options import Range
 from partita.core.tensors import Tensors
 from partita.data.choice_examples import ChoiceExamples
@@ -98,6 +98,10 @@ class Subset:
     def limits(self) -> tuple[int, int] | None:
         """The longest padded rows of tokens, of the inputs and of the targets; None for a table without texts."""
         return getattr(self.table, "limits", None)
+
+    def lengths(self, indices: Tensor) -> Tensor | None:
+        """Return the number of tokens of each example, (example,); None for a table without texts."""
+        return text_lengths(self.table, self.indices[indices])
 
     @property
     def documents(self) -> Tensor | None:

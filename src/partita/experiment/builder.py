@@ -14,6 +14,7 @@ import torch
 
 from partita import data, methods, models
 from partita.core import tensors
+from partita.core.batch_schedule import lengths_to_group
 from partita.core.group_units import count_groups
 from partita.core.method import Method
 from partita.core.model import Model
@@ -119,6 +120,8 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
         )
     _check_class_loss(config, raw_federation.task)
     _check_augmentation(config, raw_federation.task)
+    if config.training.group_by_length:
+        lengths_to_group(raw_federation.task.train, torch.arange(0))  # refuses data without texts
     if config.training.loss_average == "tokens" and raw_federation.task.kind.head not in ("tokens", "lm"):
         raise RunError(
             f"training.loss_average is 'tokens', but a task of kind '{raw_federation.task.kind.name}' has no labels of "

@@ -101,6 +101,11 @@ class TrainingConfig:
     accumulate: Annotated[Count, "batches per optimizer step; their gradients are averaged over all examples"] = (
         Training.accumulate
     )
+    group_by_length: Annotated[
+        bool,
+        "fill batches with texts of similar lengths, longest first, as transformers' `group_by_length` does; less "
+        "padding, but batches depend on the lengths; texts only, and not with example- or group-level privacy",
+    ] = Training.group_by_length
     epochs: Annotated[Count, "local epochs per round"] = Training.epochs
     steps: Annotated[Count | None, "local steps per round, instead of epochs"] = None
     clip: Annotated[Positive | None, "clipping norm for a client's gradient"] = None
@@ -163,6 +168,7 @@ class TrainingConfig:
             tuple(float(given.get(name, 1.0)) for name in classes) if given and classes is not None else (),
             tuple(self.augment),
             self.adapt_lr,
+            self.group_by_length,
         )
 
 

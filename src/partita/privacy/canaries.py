@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from partita.core.batch_schedule import count_steps
 from partita.core.client import ClientState, Job, client_params
-from partita.core.data import Batch, ClientData, EvaluateOn, Examples, Population
+from partita.core.data import Batch, ClientData, EvaluateOn, Examples, Population, text_lengths
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
 from partita.core.group_units import count_groups, groups_of, number_groups
 from partita.core.model import Model
@@ -121,6 +121,10 @@ class _CanaryExamples:
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    def lengths(self, indices: Tensor) -> Tensor | None:
+        """Return the number of tokens of each example, (example,); None if the examples are not texts."""
+        return text_lengths(self.examples, indices)
 
     def take(self, indices: Tensor) -> Batch:
         batch = self.examples.take(indices)

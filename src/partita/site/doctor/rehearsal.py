@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from partita.core import memory
-from partita.core.data import Batch, ClientData, Examples
+from partita.core.data import Batch, ClientData, Examples, text_lengths
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job
 from partita.core.tensors import Tensors
@@ -45,6 +45,9 @@ class FewExamples:
 
     def take(self, indices: Tensor) -> Batch:
         return self.examples.take(indices)
+
+    def lengths(self, indices: Tensor) -> Tensor | None:
+        return text_lengths(self.examples, indices)
 
 
 def check_rehearsal(examined: Examined) -> Outcome:
