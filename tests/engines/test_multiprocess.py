@@ -13,6 +13,7 @@ from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -178,6 +179,21 @@ def test_error_while_building_a_worker_engine_is_raised() -> None:
     engine = MultiprocessEngine(alone, 2, failing_build)
     try:
         with pytest.raises(RunError, match="no engine can be built here"):
+            list(rounds(alone.run, alone.model, engine))
+    finally:
+        engine.close()
+
+
+def failing_train(jobs: Any) -> Any:
+    raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing. See ...")
+
+
+def test_forks_of_a_process_that_has_used_a_gpu_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = make_engine("fedavg")
+    monkeypatch.setattr(alone, "train", failing_train)
+    engine = MultiprocessEngine(alone, 1)
+    try:
+        with pytest.raises(RunError, match=r"has trained on a GPU; start the run in a new process"):
             list(rounds(alone.run, alone.model, engine))
     finally:
         engine.close()

@@ -52,7 +52,7 @@ from partita.core.memory import SizeError
 from partita.core.model import TagError
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
-from partita.models import INDEX, ModelError, architectures, build
+from partita.models import INDEX, ModelError, architectures, attention, build
 from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import ROLES, Architecture, table_tags
 from partita.models.attention import ALIGNMENT, attention_hook, scaled_dot_product
@@ -761,20 +761,20 @@ def test_short_bfloat16_backward_on_a_cpu_avoids_the_fused_kernel(kind: str, mon
     fused, calls = functional.scaled_dot_product_attention, []
     monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(0) or fused(*a, **k))
 
-    def slopes(dtype: torch.dtype) -> list[Tensor]:
+    def outputs_and_gradients(dtype: torch.dtype) -> list[Tensor]:
         leaves = [part.detach().to(dtype).requires_grad_() for part in parts]
         out = scaled_dot_product(*leaves, mask, None, kind == "causal")
         return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
-    exact = slopes(torch.float32)
+    exact = outputs_and_gradients(torch.float32)
     assert calls.pop() == 0
-    for half, full in zip(slopes(torch.bfloat16), exact, strict=True):
+    for half, full in zip(outputs_and_gradients(torch.bfloat16), exact, strict=True):
         assert half.dtype == torch.bfloat16
         assert close(half.float(), full, 0.05)
     assert not calls
     scaled_dot_product(*(part.bfloat16() for part in parts), mask, None)
-    monkeypatch.setattr("partita.models.attention.SHORT", 4)
-    slopes(torch.bfloat16)
+    monkeypatch.setitem(attention.SHORT, "cpu", 4)
+    outputs_and_gradients(torch.bfloat16)
     assert len(calls) == 2
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,11 +19,13 @@ from partita.tasks.losses import token_cross_entropy
 CLIENTS, EXAMPLES, TOKENS, WIDTH, WORDS = 3, 2, 7, 5, 11
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tokens at a time, and never all at once."""
+@pytest.fixture(autouse=True, params=[0, 2**31], ids=["recomputed", "kept"])
+def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tokens at a time, and never all at once. The gradient of the logits is recomputed, or kept."""
     monkeypatch.setattr(chunked_loss, "FEW", 0)
     monkeypatch.setattr(chunked_loss, "CHUNK", 3 * WORDS)
+    monkeypatch.setattr(chunked_loss, "COMPILED_CHUNK", 3 * WORDS)
+    monkeypatch.setattr(chunked_loss, "KEPT_BYTES", request.param)
 
 
 def chunked(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -134,9 +139,29 @@ def test_no_tensor_is_larger_than_a_chunk() -> None:
 
 
 def test_compiled_chunks_equal_plain_ones() -> None:
+    """Also where the backward pass runs after the context that compiles, as in training."""
     torch.compiler.reset()
     states, weight, targets = random_batch()
     with compiled_layers(lambda function: torch.compile(function, fullgraph=True, backend="aot_eager")):
         found = chunked(states, weight, targets)
-        compare(found, plain(states, weight, targets), [states, weight], 1e-6)
+    compare(found, plain(states, weight, targets), [states, weight], 1e-6)
     torch.compiler.reset()
+
+
+def test_the_backward_pass_computes_the_logits_once_more_only_if_they_were_not_kept() -> None:
+    calls: list[int] = []
+
+    def count(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(logits: Tensor, wanted: Tensor) -> Any:
+            calls.append(logits.shape[1])
+            return function(logits, wanted)
+
+        return call
+
+    states, weight, targets = random_batch()
+    with compiled_layers(count):
+        losses = chunked(states, weight, targets)
+    chunks = list(calls)
+    torch.autograd.grad(losses.sum(), [states, weight])
+    assert sum(chunks) == EXAMPLES * TOKENS
+    assert calls == (chunks if chunked_loss.KEPT_BYTES else 2 * chunks)

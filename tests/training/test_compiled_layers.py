@@ -83,6 +83,22 @@ def test_compiled_rounds_equal_eager_ones(method: str, block: int, checkpointing
     assert max_relative_difference(compiled, play(model, method, None, block)) < 1e-4
 
 
+def test_clients_one_by_one_do_not_change_the_programs_of_blocks() -> None:
+    """A client has no client dimension. That must not make all sizes of a block's weights those that may change."""
+    model = make_model("llama-lm", ("embedding",))
+    graphs = GraphCache(None, compile=True)
+    play(model, "fedavg", graphs, 1)
+    programs.clear()
+    compiled = play(model, "fedavg", graphs, 3)
+    assert not any(symbols_of(graph) for graph in programs)
+    assert max_relative_difference(compiled, play(model, "fedavg", None, 3)) < 1e-4
+
+
+def symbols_of(graph: Any) -> list[str]:
+    """The names of a program's inputs that are sizes."""
+    return [node.name for node in graph.graph.nodes if isinstance(node.meta.get("example_value"), torch.SymInt)]
+
+
 @pytest.mark.slow
 def test_a_plan_that_changes_compiles_a_layer_once_more() -> None:
     model = make_model("llama-lm", ("embedding",), {"num_hidden_layers": 3})

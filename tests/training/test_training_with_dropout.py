@@ -151,7 +151,8 @@ def make_engine() -> SimulationEngine:
 def test_worker_processes_draw_the_same_masks() -> None:
     one = make_engine()
     alone = list(rounds(one.run, one.model, one))
-    engine = MultiprocessEngine(make_engine(), 2)
+    # Where tests before have trained on a GPU, forks cannot train.
+    engine = MultiprocessEngine(make_engine(), 2, make_engine if torch.cuda.is_available() else None)
     try:
         together = list(rounds(one.run, one.model, engine))
     finally:

@@ -29,6 +29,7 @@ from partita.engines.ipc import ctrl_c_is_for_parent, end_with_parent, receive, 
 from partita.engines.simulation import SimulationEngine, chunks
 from partita.storage.client_store import MemoryStore
 
+FORK_FAILURE = "in combination with fork-based multiprocessing"  # what torch says in a fork after training on a GPU
 JOBS_AHEAD = 2  # finished replies per worker that may wait for an earlier one; this bounds memory
 
 
@@ -161,6 +162,11 @@ class MultiprocessEngine:
         if isinstance(reply, WorkerReply):
             return reply
         kind, args = reply
+        if FORK_FAILURE in " ".join(map(str, args)):
+            raise RunError(
+                "workers are forks of this process, and cannot train after it has trained on a GPU; start the run in a "
+                "new process, or set engine.workers = 1"
+            )
         raise kind(*args)
 
 

@@ -19,7 +19,8 @@ from partita.models.dropout import attention_factors
 
 NAME = "partita"
 ALIGNMENT = {"cuda": 8}  # half-precision matmuls are slow on CUDA unless the row length is a multiple of 8
-SHORT = 256  # up to this many tokens, compiled matmuls, and in bfloat16 on a CPU any, are faster than a fused kernel
+# Up to this many tokens, compiled matmuls, and in bfloat16 on a CPU any, are faster than a fused kernel.
+SHORT = {"cpu": 256, "cuda": 96}
 
 # Replaces `scaled_dot_product` in a layer. The first argument is the layer's attention module.
 AttentionHook = Callable[..., Tensor]
@@ -64,19 +65,25 @@ def scaled_dot_product(
     """
     if softcap is not None or sinks is not None:  # no fused kernel has them
         return _unfused(query, key, value, mask, scale, causal, softcap, sinks)
-    if torch.compiler.is_compiling() and key.shape[2] <= SHORT:  # the compiler fuses it as well
-        return _unfused(query, key, value, mask, scale, causal)
-    return _attend(query, key, value, mask, scale, causal)
+    # The operator also takes matmuls out of vmap, under which the compiler has none for sizes that change.
+    fused = not (torch.compiler.is_compiling() and _is_short(key))
+    return _attend(query, key, value, mask, scale, causal, fused)
+
+
+def _is_short(key: Tensor) -> bool:
+    return bool(key.shape[2] <= SHORT.get(key.device.type, 0))
 
 
 def _one_block(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool, fused: bool
 ) -> Tensor:
     """`scaled_dot_product` outside vmap over clients."""
+    if not fused:
+        return _unfused(query, key, value, mask, scale, causal)
     tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
     if any(map(is_gradtrackingtensor, tensors)):  # torch.func.grad: the fused backward has no batching rule
         return _unfused(query, key, value, mask, scale, causal)
-    if query.requires_grad and query.device.type == "cpu" and query.dtype == torch.bfloat16 and key.shape[2] <= SHORT:
+    if query.requires_grad and query.device.type == "cpu" and query.dtype == torch.bfloat16 and _is_short(key):
         return _unfused(query, key, value, mask, scale, causal)
     if mask is not None and mask.requires_grad:  # a bias that trains: not every fused kernel has its gradient
         return _unfused(query, key, value, mask, scale, causal)
@@ -97,6 +104,7 @@ def _fold_clients(
     mask: Tensor | None,
     scale: float | None,
     causal: bool,
+    fused: bool,
 ) -> tuple[Tensor, int]:
     """Under vmap, fold clients into the example dimension of one fused call. Plain vmap would loop over clients."""
     clients = info.batch_size
@@ -109,14 +117,14 @@ def _fold_clients(
     if mask is not None:
         mask = clients_first(mask, dims[3])  # the example dimension may be 1
         mask = mask.expand(clients, examples, *mask.shape[2:]).flatten(0, 1)
-    output = _attend(query, key, value, mask, scale, causal)
+    output = _attend(query, key, value, mask, scale, causal, fused)
     return output.reshape(clients, examples, *output.shape[1:]), 0
 
 
 # An operator, because the compiler can follow its rule for vmap. Autograd sees the fused call itself.
 define(
     "partita::attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor? mask, float? scale, bool causal) -> Tensor",
+    "(Tensor query, Tensor key, Tensor value, Tensor? mask, float? scale, bool causal, bool fused) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 impl("partita::attention", "CompositeImplicitAutograd")(_one_block)

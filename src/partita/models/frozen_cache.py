@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.core import memory, tensors
-from partita.core.data import Batch, Examples
+from partita.core.data import Batch, Examples, text_lengths
 from partita.core.model import Model, Output
 from partita.core.sharing import shared
 from partita.core.tensors import Tensors
@@ -123,6 +123,10 @@ class CachedExamples:
     def limits(self) -> tuple[int, int] | None:
         """The longest padded rows of tokens, of the inputs and of the targets; None if the examples are no texts."""
         return getattr(self.examples, "limits", None)
+
+    def lengths(self, indices: Tensor) -> Tensor | None:
+        """Return the number of tokens of each example, (example,); None if the examples are not texts."""
+        return text_lengths(self.examples, indices)
 
     @property
     def documents(self) -> Tensor | None:

@@ -6,7 +6,7 @@ all clients. One program serves all layers that are alike, and checkpoints work 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +81,7 @@ class _Run:
                     self.names[part.place] = path
         self.in_layer = compiler is not None
         self.calls = {} if draws is None else self._calls(draws.calls)
-        self.function: Callable[..., Any] = run_layer if compiler is None else compiler(run_layer)
+        self.compiler = compiler
         self.structure: Any = None
 
     def _calls(self, calls: Mapping[int | str, int]) -> dict[int | str, int]:
@@ -99,11 +99,13 @@ class _Run:
     def tensors(self, values: Sequence[Tensor], dims: Any, recomputes: bool) -> tuple[Tensor, ...]:
         """Return the tensors of the layer's output, with the client dimension first if there is one."""
         in_dims = None if dims is None else _with_tensors(self.given, iter(dims), others=True)
+        function = run_layer if dims is None else run_layer_of_block
+        function = function if self.compiler is None else self.compiler(function)
 
         def compute(*values: Tensor) -> tuple[Tensor, ...]:
             params, seeds, args, kwargs = _with_tensors(self.given, iter(values))
             with _emptied(self.layer, params, self.draws):
-                out, self.structure, calls = self.function(
+                out, self.structure, calls = function(
                     self.layer, self.draws, self.in_layer, in_dims, dict(self.calls), params, seeds, args, kwargs
                 )
             self.made = calls
@@ -166,6 +168,15 @@ def run_layer(
     else:
         tensors = torch.vmap(of_one, in_dims=in_dims)(params, seeds, args, kwargs)
     return tensors, structure[0], calls
+
+
+def run_layer_of_block(*arguments: Any) -> tuple[tuple[Tensor, ...], Any, dict[int | str, int]]:
+    """`run_layer` for the clients of a block, as a function of its own.
+
+    The compiler remembers which sizes of a function's arguments change. A client without a client dimension would make
+    all of them change, the widths of the weights too.
+    """
+    return run_layer(*arguments)
 
 
 def use_layer_forward(module: nn.Module, draws: DropoutDraws | None, recomputes: bool) -> None:

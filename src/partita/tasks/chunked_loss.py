@@ -1,12 +1,13 @@
 """Cross-entropy of a linear head over a vocabulary, in chunks of tokens.
 
 The logits of a batch can need more memory than the model: as many numbers as tokens times words. Here only those of
-one chunk exist at a time. The forward pass computes their gradient as well, so nothing of them is kept.
+one chunk exist at a time. The forward pass computes their gradient as well. It is kept for a head that trains, unless
+it is large: the backward pass then computes it once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from partita.tasks.losses import mean_over_tokens, token_cross_entropy
 
 FEW = 2**22  # logits of a client's batch, up to which they are computed at once
 CHUNK = 2**26  # logits of a chunk
+COMPILED_CHUNK = 2**28  # the same where the loss is compiled, which needs a third of the memory for each
+KEPT_BYTES = 2**31  # size of the gradient of a block's logits, up to which it is kept for the backward pass
 
 
 def linear_cross_entropy(out: HeadOutput, targets: Tensor) -> Tensor:
@@ -70,51 +73,58 @@ class _Chunks(torch.autograd.Function):
         device = states.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
         trains, head_trains = ctx.needs_input_grad[:2]
+        loss_and_gradient, chunk = _loss_and_gradient()
         with torch.autocast(device, enabled=False):
             inputs, head = states.to(dtype), weight.to(dtype)
-            losses, parts = [], []
-            for rows, wanted in _chunks(inputs, head, targets):
-                loss, gradient = _loss_and_gradient()(rows @ head.mT, wanted)
+            keeps = head_trains and inputs.shape[1] * head[..., 0].numel() * head.itemsize <= KEPT_BYTES
+            losses, parts, kept = [], [], []
+            for rows, wanted in _chunks(inputs, head, targets, chunk):
+                loss, gradient = loss_and_gradient(rows @ head.mT, wanted)
                 losses.append(loss)
                 if trains:
                     parts.append(gradient @ head * (wanted != IGNORE_INDEX).unsqueeze(-1))
+                if keeps:
+                    kept.append(gradient)
                 del gradient  # before the next chunk
         ctx.state_dtype, ctx.weight_dtype = states.dtype, weight.dtype
-        ctx.save_for_backward(
-            torch.cat(parts, 1) if trains else None, *((inputs, head, targets) if head_trains else (None, None, None))
-        )
+        ctx.loss_and_gradient, ctx.chunk = loss_and_gradient, chunk
+        saved = (inputs, head, targets) if head_trains else (None, None, None)
+        ctx.save_for_backward(torch.cat(parts, 1) if trains else None, *saved, *kept)
         return torch.cat(losses, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        gradients, inputs, head, targets = ctx.saved_tensors
+        gradients, inputs, head, targets, *kept = ctx.saved_tensors
         of_states = (
             None if gradients is None else (gradients * grad.unsqueeze(-1).to(gradients.dtype)).to(ctx.state_dtype)
         )
         if head is None:
             return of_states, None, None
-        of_head = upcast(torch.zeros_like(head))  # a sum over many chunks
-        start = 0
-        for rows, wanted in _chunks(inputs, head, targets):
-            _, gradient = _loss_and_gradient()(rows @ head.mT, wanted)
-            own = (grad[:, start : start + rows.shape[1]] * (wanted != IGNORE_INDEX)).unsqueeze(-1)
-            of_head += (gradient * own.to(gradient.dtype)).mT @ rows
+        of_head, start = None, 0
+        for place, (rows, wanted) in enumerate(_chunks(inputs, head, targets, ctx.chunk)):
+            gradient = kept[place] if kept else ctx.loss_and_gradient(rows @ head.mT, wanted)[1]
+            factors = grad[:, start : start + rows.shape[1]] * (wanted != IGNORE_INDEX)
+            # The factors scale the states and not the logits' gradient, which is much larger.
+            part = gradient.mT @ (rows * factors.unsqueeze(-1)).to(rows.dtype)
+            of_head = upcast(part) if of_head is None else of_head.add_(part)  # a sum over many chunks
             start += rows.shape[1]
+        assert of_head is not None
         return of_states, of_head.to(ctx.weight_dtype), None
 
 
-def _chunks(inputs: Tensor, head: Tensor, targets: Tensor) -> zip[tuple[Tensor, Tensor]]:
-    """Yield states and targets of equally many tokens."""
+def _chunks(inputs: Tensor, head: Tensor, targets: Tensor, chunk: int) -> zip[tuple[Tensor, Tensor]]:
+    """Yield states and targets of equally many tokens, with at most `chunk` logits."""
     tokens = inputs.shape[1]
-    count = -(-tokens * head.shape[0] * head.shape[1] // CHUNK)
+    count = -(-tokens * head.shape[0] * head.shape[1] // chunk)
     size = -(-tokens // count)
     return zip(inputs.split(size, 1), targets.split(size, 1), strict=True)
 
 
-def _loss_and_gradient() -> Any:
+def _loss_and_gradient() -> tuple[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], int]:
+    """Return `_token_losses`, compiled where layers are, and the number of logits of a chunk."""
     compiler = layer_compiler()
-    return _token_losses if compiler is None else compiler(_token_losses)
+    return (_token_losses, CHUNK) if compiler is None else (compiler(_token_losses), COMPILED_CHUNK)
 
 
 def _token_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

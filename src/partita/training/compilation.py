@@ -41,7 +41,7 @@ class CompiledVmap:
         masked = dims[-1] is not None
         if masked not in self.programs:
             whole = torch.vmap(function, in_dims=tuple(dims)) if self.axis.many else function
-            self.programs[masked] = _with_clear_errors(_compiled(whole, self.combine), self.what)
+            self.programs[masked] = _with_clear_errors(_compiled(whole, self.combine, self.axis.many), self.what)
         return self.programs[masked]
 
 
@@ -63,9 +63,7 @@ class CompiledLayers:
         whole = torch.vmap(function, in_dims=tuple(dims)) if self.axis.many else function
 
         def call(*parts: Any) -> Any:
-            with compiled_layers(lambda layer: _layer_program(layer, self.combine)), warnings.catch_warnings():
-                # The compiler reads `grad` of a layer's inputs, which are not leaves.
-                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            with compiled_layers(lambda layer: _layer_program(layer, self.combine)):
                 return whole(*parts)
 
         return _with_clear_errors(call, self.what)
@@ -126,7 +124,11 @@ def _options(combine: bool) -> dict[str, Any] | None:
 def _with_clear_errors(program: Callable[..., Any], what: str) -> Callable[..., Any]:
     def call(*parts: Any) -> Any:
         try:
-            with limit_recompiles(MAX_PROGRAMS):
+            with limit_recompiles(MAX_PROGRAMS), warnings.catch_warnings():
+                # The compiler reads `grad` of a layer's inputs, which are not leaves. And the precision of float32 is
+                # chosen: TensorFloat32 would change results.
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+                warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
                 return program(*parts)
         except RecompileLimitError as error:
             raise RuntimeError(
@@ -141,7 +143,7 @@ def _with_clear_errors(program: Callable[..., Any], what: str) -> Callable[..., 
     return translate_errors(call, clear)
 
 
-def _compiled(function: Callable[..., Any], combine: bool) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], combine: bool, of_block: bool) -> Callable[..., Any]:
     """Compile a function. One program serves most shapes, except for one client, one example, or a mask."""
 
     def contiguous_gradients(trainable: Tensors, *rest: Any) -> Any:
@@ -149,4 +151,8 @@ def _compiled(function: Callable[..., Any], combine: bool) -> Callable[..., Any]
         # copy per name afterwards took a twelfth of a large model's step.
         return function({name: value.flatten().view(value.shape) for name, value in trainable.items()}, *rest)
 
-    return torch.compile(contiguous_gradients, fullgraph=True, options=_options(combine))
+    def contiguous_gradients_of_block(*parts: Any) -> Any:  # see `run_layer_of_block` for why it is a function apart
+        return contiguous_gradients(*parts)
+
+    made = contiguous_gradients_of_block if of_block else contiguous_gradients
+    return torch.compile(made, fullgraph=True, options=_options(combine))

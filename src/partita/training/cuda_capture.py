@@ -12,6 +12,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class CudaRecorder:
         self.pool: Any = None
         self.stream: Any = None
         self.captures = 0
+        self.graphs: WeakSet[Any] = WeakSet()  # those in the pool that are still in use
         self.failed: list[Any] = []  # torch's allocator of pinned memory may still ask these graphs
 
     def __call__(self, work: Callable[[], Tensor]) -> Replay:
@@ -37,22 +39,26 @@ class CudaRecorder:
         Raises:
             Exception: What the work or the capture raises. Afterwards, the process can draw, train and capture again.
         """
-        pool = self.pool or torch.cuda.graph_pool_handle()
-        stream = self.stream or torch.cuda.Stream()  # one for all: the memory of a pool is reused within a stream
-        self.pool = self.stream = None  # until the capture has succeeded
         self.captures += 1
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        with _no_garbage(), _own_generator(self.captures), torch.cuda.stream(stream):
-            graph.capture_begin(pool)
-            try:
-                result = work()
-                graph.capture_end()
-            except BaseException:
-                self._abandon(graph, pool)
-                raise
-        self.pool, self.stream = pool, stream
+        with _no_garbage():
+            # One stream for all: the memory of a pool is reused within a stream. torch releases a pool with its last
+            # graph, and refuses captures into it afterwards.
+            pool = self.pool if self.graphs else torch.cuda.graph_pool_handle()
+            stream = self.stream or torch.cuda.Stream()
+            graphs = WeakSet([graph, *self.graphs])
+            self.pool, self.stream, self.graphs = None, None, WeakSet()  # until the capture has succeeded
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            with _own_generator(self.captures), torch.cuda.stream(stream):
+                graph.capture_begin(pool)
+                try:
+                    result = work()
+                    graph.capture_end()
+                except BaseException:
+                    self._abandon(graph, pool)
+                    raise
+        self.pool, self.stream, self.graphs = pool, stream, graphs
         return graph.replay, result
 
     def _abandon(self, graph: Any, pool: Any) -> None:
