@@ -129,6 +129,7 @@ def test_pooled_is_refused_with_mean_pooling() -> None:
 
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "eye", "##lid", "heart", "dis", "##ease", "##s", "pain", "of", "the", "in"]
+WORDS += ["\u0120"]  # a letter of Maltese, which byte-level BPE uses to mark a space
 SENTENCES = ["the eye pain", "eyelid pain", "heart disease in the eye", "pain of heart diseases"]
 
 
@@ -140,7 +141,7 @@ def wordpiece() -> Any:
 
 def byte_level() -> Any:
     letters = sorted(ByteLevel.alphabet())
-    merges = []
+    merges = [("#", "#"), ("##", "#")]  # headings, which look like pieces of words in other vocabularies
     marked = ["\u0120eye", "\u0120heart", "\u0120disease", "\u0120Heart"]
     for word in (*marked, "eye", "lid", "heart", "disease", "pain", "Heart"):  # earlier merges go first
         for end in range(2, len(word) + 1):

@@ -57,15 +57,14 @@ def word_tokens(tokenizer: Any, words: tuple[str, ...]) -> WordTokens:
         words: The words. They may hold spaces.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    pieces = any(token.startswith("##") for token in vocabulary)
-    spaced = not pieces and any(token.startswith(STARTS) for token in vocabulary)
-    if pieces:
-        continuing = {number for token, number in vocabulary.items() if token.startswith("##")}
-    elif spaced:  # the mark of a space is a letter too
+    pieces = {number for token, number in vocabulary.items() if token.startswith("##")}
+    # The more frequent mark counts: byte-level BPE has "##" of headings, and "\u0120" is a letter of Maltese.
+    spaced = sum(token.startswith(STARTS) for token in vocabulary) > len(pieces)
+    if spaced:  # the mark of a space is a letter too
         plain = {token: number for token, number in vocabulary.items() if not token.startswith(STARTS)}
         continuing = {number for token, number in plain.items() if token[:1].isalnum()}
     else:
-        continuing = set()
+        continuing = pieces
     unknown = getattr(tokenizer, "unk_token_id", None)
     forms: dict[tuple[int, ...], None] = {}
     for word in words:
