@@ -27,7 +27,9 @@ from typing import Any
 
 import torch
 from environment import clock, environment
+from torch.autograd import DeviceType
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -74,6 +76,7 @@ def main() -> None:
         options.add_argument(f"--{name}", type=int, help="instead of the work's own number")
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--kernels", action="store_true", help="also profile one round: milliseconds by GPU kernel")
     options.add_argument("--out", type=Path)
     chosen = options.parse_args()
     device = torch.device(chosen.device)
@@ -89,7 +92,7 @@ def main() -> None:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
             for side in chosen.sides:
                 with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                    row = pool.submit(measure, work, side, sizes, device, chosen.repeats).result()
+                    row = pool.submit(measure, work, side, sizes, device, chosen.repeats, chosen.kernels).result()
                 results.append(row)
                 report(row, next(each for each in results if each["work"] == work))
                 if chosen.out:
@@ -109,7 +112,9 @@ def report(row: dict[str, Any], first: dict[str, Any]) -> None:
     )
 
 
-def measure(work: str, side: str, sizes: dict[str, int], device: torch.device, repeats: int) -> dict[str, Any]:
+def measure(
+    work: str, side: str, sizes: dict[str, int], device: torch.device, repeats: int, kernels: bool
+) -> dict[str, Any]:
     row: dict[str, Any] = {"work": work, "side": side}
     configure_backends("auto")
     try:
@@ -123,6 +128,8 @@ def measure(work: str, side: str, sizes: dict[str, int], device: torch.device, r
             start = clock(device)
             play()
             row["each ms"].append(1000 * (clock(device) - start))
+        if kernels:
+            row["kernels"] = kernel_times(play, device)
     except Exception as error:  # out of memory, or something that does not compile
         return {**row, "error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"}
     row["ms"] = statistics.median(row["each ms"])
@@ -130,6 +137,16 @@ def measure(work: str, side: str, sizes: dict[str, int], device: torch.device, r
         row["share"] = operations(work, sizes) / row["ms"] * 1000 / DENSE_RATE
         row["GiB"] = torch.cuda.max_memory_allocated() / GIB
     return row
+
+
+def kernel_times(play: Round, device: torch.device) -> dict[str, float]:
+    """Return the milliseconds of each GPU kernel in a round, by name, longest first."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        play()
+        clock(device)
+    on_gpu = [each for each in found.key_averages() if each.device_type == DeviceType.CUDA]
+    times = {each.key: each.self_device_time_total / 1000 for each in on_gpu}
+    return dict(sorted(times.items(), key=lambda pair: -pair[1]))
 
 
 def operations(work: str, sizes: dict[str, int]) -> float:

@@ -36,14 +36,14 @@ def main() -> None:
     print(chosen.out)
 
 
-MODELS = {"llama": "LLaMA of 135M", "bert": "BERT, 6 x 384"}
-SIDES = {"bare": "bare loop", "graphs": "partita, graphs", "compiled": "partita, compiled"}
+MODELS = {"llama": "LLaMA of 135M", "bert": "BERT, 6 x 384", "vit": "ViT-B/16"}
+SIDES = {"bare": "bare loop", "compiled": "partita, compiled"}
 
 
 def draw_models(axes: Axes) -> None:
     """Medians of whole rounds in bfloat16."""
     axes.set_title("GPU (NVIDIA H200): a round of real models, all parameters", loc="left")
-    rows = [row for name in ("models-gpu.json", "models-gpu-bert.json") for row in read(name).get("results", [])]
+    rows = read("models-gpu.json").get("results", [])
     found = [
         (label, {SIDES[row["side"]]: row["ms"] for row in rows if row["work"] == work and row["side"] in SIDES})
         for work, label in MODELS.items()

@@ -2,8 +2,9 @@
 
 Work "bert" classifies texts, work "vit" classifies images; all parameters train. Weights and data are random. All sides
 have the same number of examples in total. The sizes of unequal clients are drawn from a Dirichlet distribution, the
-lengths of unequal texts from a log-normal one like that of medical abstracts. Equal texts have the mean length. Steps
-are of one epoch, and all clients of a round train in one block, or one by one.
+lengths of unequal texts from a log-normal one like that of medical abstracts. Equal texts have the mean length. Texts
+that are "grouped" train with `group_by_length`. Steps are of one epoch, and all clients of a round train in one block,
+or one by one.
 
 A rate counts examples or tokens without padding. It is that of rounds after `--warmup` rounds, in which most graphs are
 captured. "with captures" is the rate of all rounds. The ratio is that of tokens per second to equal clients with such
@@ -25,7 +26,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -55,6 +56,7 @@ SIZES: dict[tuple[str, bool], dict[str, int]] = {
     ("vit", False): {"layers": 12, "width": 384, "clients": 10, "steps": 10, "batch": 32, "extent": 224},
     ("vit", True): {"layers": 2, "width": 64, "clients": 4, "steps": 3, "batch": 8, "extent": 32},
 }
+Texts = Literal["equal", "unequal", "grouped"]
 WORDS = {False: 30522, True: 1000}
 
 
@@ -64,7 +66,7 @@ class Side:
 
     Attributes:
         alpha: The concentration of the Dirichlet distribution of the clients' sizes; None for equal clients.
-        unequal_texts: Whether texts have different lengths.
+        texts: Whether texts have one length or different ones, and whether these are grouped by length.
         block: The number of clients in a block.
         graphs: Whether steps are captured.
         clients: The number of clients of the federation.
@@ -72,7 +74,7 @@ class Side:
     """
 
     alpha: float | None
-    unequal_texts: bool
+    texts: Texts
     block: int
     graphs: bool
     clients: int
@@ -80,7 +82,7 @@ class Side:
 
     def __str__(self) -> str:
         kind = "equal clients" if self.alpha is None else f"Dirichlet {self.alpha:g}"
-        texts = ", unequal texts" if self.unequal_texts else ""
+        texts = {"equal": "", "unequal": ", unequal texts", "grouped": ", unequal texts, grouped"}[self.texts]
         some = "" if self.cohort == self.clients else f", {self.cohort} of {self.clients}"
         together = "one by one" if self.block == 1 else f"{self.block} together"
         return f"{kind}{texts}{some}, {together}{'' if self.graphs else ', eager'}"
@@ -119,10 +121,10 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for work, sizes in works.items():
         print(
-            f"{work:56} {'examples/s':>10} {'tokens/s':>10} {'spread':>13} {'ratio':>6} {'texts':>6} "
+            f"{work:60} {'examples/s':>10} {'tokens/s':>10} {'spread':>13} {'ratio':>6} {'texts':>6} "
             f"{'with captures':>13} {'shapes':>6} {'captures':>8} {'eager':>11} {'padding':>7}"
         )
-        equal: dict[tuple[int, bool], float] = {}  # the rate of equal clients, by number per block and kind of texts
+        equal: dict[tuple[int, Texts], float] = {}  # the rate of equal clients, by number per block and kind of texts
         for side in sides(work, sizes):
             if chosen.sides and not any(word in str(side) for word in chosen.sides):
                 continue
@@ -132,14 +134,14 @@ def main() -> None:
                 row |= measure(work, sizes, side, chosen, device)
                 rate = row["tokens/s"]
                 if side.alpha is None:
-                    equal[side.block, side.unequal_texts] = rate
-                row["ratio"] = rate / equal.get((side.block, side.unequal_texts), float("nan"))
-                row["texts"] = rate / equal.get((side.block, False), float("nan"))
+                    equal[side.block, side.texts] = rate
+                row["ratio"] = rate / equal.get((side.block, side.texts), float("nan"))
+                row["texts"] = rate / equal.get((side.block, "equal"), float("nan"))
                 report(row)
             except Exception as error:
                 traceback.print_exc(limit=-4, file=sys.stderr)
                 row["error"] = f"{type(error).__name__}: {str(error).strip()[:300]}"
-                print(f"{row['side']:56} {row['error']}", flush=True)
+                print(f"{row['side']:60} {row['error']}", flush=True)
             if chosen.out:  # after each side: a later one may end the process
                 chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
 
@@ -148,9 +150,11 @@ def sides(work: str, sizes: dict[str, int]) -> list[Side]:
     """Equal clients come before the unequal ones that are compared with them."""
     count = sizes["clients"]
     few, part = max(2, 12 * count // 10), max(2, 3 * count // 10)
-    lengths = [False, True] if work == "bert" else [False]
+    lengths: list[Texts] = ["equal", "unequal"] if work == "bert" else ["equal"]
+    grouped: list[Texts] = ["grouped"] if work == "bert" else []
     found = [Side(alpha, texts, count, True, count, count) for texts in lengths for alpha in (None, 1.0, 0.3)]
-    found += [Side(alpha, texts, part, True, few, part) for texts in lengths for alpha in (None, 0.05)]
+    found += [Side(alpha, texts, count, True, count, count) for texts in grouped for alpha in (None, 1.0)]
+    found += [Side(alpha, texts, part, True, few, part) for texts in (*lengths, *grouped) for alpha in (None, 0.05)]
     found += [Side(alpha, texts, 1, True, count, count) for texts in lengths for alpha in (None, 0.3)]
     found.append(Side(0.3, lengths[-1], count, False, count, count))
     return found
@@ -162,7 +166,13 @@ def measure(work: str, sizes: dict[str, int], side: Side, chosen: Any, device: t
         torch.cuda.empty_cache()
     federation, tokens = made_federation(work, sizes, side, chosen.small)
     model = made_model(work, sizes, chosen.small, device)
-    training = Training(1e-4, AdamW(weight_decay=0.0), batch_size=sizes["batch"], precision=chosen.precision)
+    training = Training(
+        1e-4,
+        AdamW(weight_decay=0.0),
+        batch_size=sizes["batch"],
+        precision=chosen.precision,
+        group_by_length=side.texts == "grouped",
+    )
     run = Run(
         methods.build("fedavg", {}),
         training,
@@ -231,7 +241,7 @@ def report(row: dict[str, Any]) -> None:
     low, high = (f"{rate / 1000:.0f}" for rate in row["tokens/s, lowest and highest"])
     eager = f"{row['eager steps']} of {row['steps']}" if "steps" in row else "all"
     print(
-        f"{row['side']:56} {row['examples/s']:>10.0f} {row['tokens/s']:>10.0f} {low + '-' + high + 'k':>13} "
+        f"{row['side']:60} {row['examples/s']:>10.0f} {row['tokens/s']:>10.0f} {low + '-' + high + 'k':>13} "
         f"{row['ratio']:>6.2f} {row['texts']:>6.2f} {row['tokens/s, with captures']:>13.0f} {row.get('shapes', ''):>6} "
         f"{row['captures']:>8} {eager:>11} {row['padding']:>7.1%}",
         flush=True,
@@ -268,7 +278,7 @@ def made_federation(work: str, sizes: dict[str, int], side: Side, small: bool) -
     table: Any
     if work == "bert":
         lengths = text_lengths(total, sizes["extent"], draw)
-        if not side.unequal_texts:
+        if side.texts == "equal":
             lengths = np.full(total, round(lengths.mean()))
         offsets = torch.from_numpy(np.concatenate([[0], lengths.cumsum()]))
         ids = torch.from_numpy(draw.integers(1, WORDS[small], size=int(offsets[-1]), dtype=np.int32))
