@@ -52,6 +52,7 @@ def main() -> int:
                 return 0
             shown = matrix if asked.matrix else tables
             for study in studies:
+                study = study if asked.to is None else study.compared_to(asked.to)
                 print(shown(study, read_runs(study, "run"), asked.score, asked.on))
             return 0
         if asked.command == "layers":
@@ -85,6 +86,7 @@ def _arguments() -> argparse.Namespace:
             command.add_argument("--score", help="another metric than the study's")
             command.add_argument("--on", choices=("test", "personal", "unseen"), help="another part than the study's")
             if name == "table":
+                command.add_argument("--to", metavar="ARM", help="differences to another arm than the study's baseline")
                 command.add_argument("--matrix", action="store_true", help="one table: arms by points of the axes")
                 command.add_argument("--tuning", action="store_true", help="all settings tried, scored on validation")
             continue

@@ -7,7 +7,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -119,6 +119,16 @@ class Study:
     def points(self) -> list[dict[str, Any]]:
         """Return all points of the axes; one empty point if there is no axis."""
         return [dict(zip(self.axes, values, strict=True)) for values in product(*self.axes.values())]
+
+    def compared_to(self, arm: str) -> Study:
+        """Return the study with another baseline.
+
+        Raises:
+            StudyError: If there is no such arm.
+        """
+        if arm not in self.arms:
+            raise StudyError(f"{self.file}: there is no arm '{arm}'; there are {', '.join(self.arms)}")
+        return replace(self, baseline=arm)
 
     def tuning_points(self) -> list[dict[str, Any]]:
         """Return the points at which settings are chosen."""

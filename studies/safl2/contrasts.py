@@ -1,14 +1,15 @@
-"""Compare the arms of `pairs.toml` with each other and with the 15 fixed pairs, as Markdown.
+"""Compare the arms of a study with each other, those of `pairs.toml` also with the 15 fixed pairs, as Markdown.
 
-    PYTHONPATH=src:studies python studies/safl2/contrasts.py
+    PYTHONPATH=src:studies python studies/safl2/contrasts.py maccrobat
 
-`play.py table` has differences to SAFL only. Here the mean of all fixed pairs of a seed stands for a pair that is drawn
-at random and kept. Differences are paired by the seeds that both sides have.
+`play.py table` has differences to one arm only. Here the mean of all fixed pairs of a seed stands for a pair that is
+drawn at random and kept. Differences are paired by the seeds that both sides have.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -19,23 +20,32 @@ from playing.tables import interval, p_text, summarize
 from partita.report.metric import metric_named
 from partita.report.tables import paired_difference
 
-STUDY = Path(__file__).with_name("pairs.toml")
 MEAN = "mean of the pairs"
-CONTRASTS = [
-    ("safl", "fedavg"),
-    ("safl", "fedavg, no embeddings"),
-    ("fedavg, no embeddings", "fedavg"),
-    ("random, common", "fedavg"),
-    (MEAN, "fedavg"),
-    ("safl", "random, common"),
-    ("random, common", "random, each its own"),
-    (MEAN, "random, common"),
-    ("safl", MEAN),
-    ("safl", "4, 5"),
-    ("3, 4", "safl"),
-    ("3, 4", "median pair"),
-    ("3, 4", MEAN),
-]
+CONTRASTS = {
+    "pairs": [
+        ("safl", "fedavg"),
+        ("safl", "fedavg, no embeddings"),
+        ("fedavg, no embeddings", "fedavg"),
+        ("random, common", "fedavg"),
+        (MEAN, "fedavg"),
+        ("safl", "random, common"),
+        ("random, common", "random, each its own"),
+        (MEAN, "random, common"),
+        ("safl", MEAN),
+        ("safl", "4, 5"),
+        ("3, 4", "safl"),
+        ("3, 4", "median pair"),
+        ("3, 4", MEAN),
+    ],
+    "maccrobat": [
+        ("safl 10", "fedavg"),
+        ("safl 10", "random, common"),
+        ("safl 10", "random, fixed"),
+        ("random, common", "fedavg"),
+        ("random, fixed", "random, common"),
+    ],
+    "ohsumed": [("safl 10", "safl 10, content")],
+}
 
 Scores = Mapping[str, Mapping[int, float]]  # by arm and seed
 
@@ -52,8 +62,13 @@ def ranked(scores: Scores) -> list[str]:
 
 
 def with_references(scores: Scores) -> dict[str, Mapping[int, float]]:
-    """Return the scores with two more arms: the pair in the middle of the ranks, and the mean of all pairs by seed."""
+    """Return the scores with two more arms: the pair in the middle of the ranks, and the mean of all pairs by seed.
+
+    Without fixed pairs the scores are returned as they are.
+    """
     order = ranked(scores)
+    if not order:
+        return dict(scores)
     seeds = set.intersection(*(set(scores[arm]) for arm in order))
     mean = {seed: statistics.fmean(scores[arm][seed] for arm in order) for seed in sorted(seeds)}
     return {**scores, "median pair": scores[order[len(order) // 2]], MEAN: mean}
@@ -82,12 +97,18 @@ def layer_means(scores: Scores) -> str:
     return f"{head}\n| mean, % | {' | '.join(f'{100 * mean:.1f}' for mean in means)} |"
 
 
+def read_scores(name: str) -> tuple[dict[str, Mapping[int, float]], str]:
+    """Return the scores of a study in this folder by arm and seed, and the name of their metric."""
+    study = read_study(Path(__file__).with_name(f"{name}.toml"))
+    return {row.arm: row.means for row in summarize(study, read_runs(study, "run"), {})}, study.score
+
+
 def main() -> None:
-    study = read_study(STUDY)
-    scores = {row.arm: row.means for row in summarize(study, read_runs(study, "run"), {})}
-    print(contrasts(scores, CONTRASTS, study.score))
-    print(f"\nPairs from best to worst: {'; '.join(ranked(scores))}.\n")
-    print(layer_means(scores))
+    for name in sys.argv[1:] or CONTRASTS:
+        scores, metric = read_scores(name)
+        print(f"{name}:\n\n{contrasts(scores, CONTRASTS[name], metric)}\n")
+        if order := ranked(scores):
+            print(f"Pairs from best to worst: {'; '.join(order)}.\n\n{layer_means(scores)}\n")
 
 
 if __name__ == "__main__":

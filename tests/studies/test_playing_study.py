@@ -266,3 +266,11 @@ def test_studies_of_the_same_name_do_not_share_runs(tmp_path: Path) -> None:
     one, other = (read_study(write_study(tmp_path / name)) for name in "ab")
     names = {run.name for study in (one, other) for run in plan(study, "run", Asked(), [])}
     assert len(names) == 2 * 9
+
+
+def test_differences_to_an_unknown_arm_are_refused(tmp_path: Path) -> None:
+    study = read_study(write_study(tmp_path))
+    arm = list(study.arms)[-1]
+    assert study.compared_to(arm).baseline == arm
+    with pytest.raises(StudyError, match=r"there is no arm 'fedavgg'; there are "):
+        study.compared_to("fedavgg")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from playing.choice import Asked, plan, read_runs
 from playing.study import Study, StudyError, edges, read_study
 from playing.tables import matrix, summarize, tables, tried
 from playing.work import configured
+from scipy.stats import ttest_ind
 
 from partita.report.tables import paired_difference
 
@@ -58,7 +61,28 @@ def test_tables_of_frozen_kernels_follow_from_the_lines(name: str) -> None:
     assert all(table in page for table in found)
 
 
-@pytest.mark.parametrize("name", ["cifar100", "epochs20", "orders"])
+def test_scores_and_differences_of_all_methods_follow_from_the_lines() -> None:
+    study = read_study(STUDIES / "baselines" / "methods.toml")
+    page, runs = (study.file.parent / "README.md").read_text(), read_runs(study, "run")
+
+    def cells(on: str, baseline: str = study.baseline) -> dict[str, list[str]]:
+        [text] = [part for part in tables(study.compared_to(baseline), runs, on=on).split("\n\n") if part[0] == "|"]
+        rows = [row.strip("| ").split(" | ") for row in text.splitlines()[2:]]
+        return {row[0].split("`")[1]: row for row in rows}
+
+    for (arm, test), own in zip(cells("test").items(), cells("personal").values(), strict=True):
+        named, score, worst, difference, _, corrected, bytes_sent, _, chosen = test
+        row = [named, score, difference, corrected, own[1], worst, own[3], bytes_sent, chosen]
+        assert f"| {' | '.join(row)} |" in page, arm
+    compared = [("scaffold by examples", "scaffold", "test"), ("feddyn by examples", "feddyn", "test")]
+    compared += [(arm, "fedavg, fine-tuned", "personal") for arm in ("fedrep", "fedper", "fedbabu", "local-only")]
+    for arm, baseline, on in compared:
+        _, _, _, difference, p, *_ = cells(on, baseline)[arm]
+        where = "central test" if on == "test" else "own tests"
+        assert f"| `{arm}` − `{baseline}`, {where} | {difference} | {p} |" in page
+
+
+@pytest.mark.parametrize("name", ["cifar100", "epochs20", "orders", "digits"])
 def test_spreads_of_the_page_are_compared_on_the_same_seeds(name: str) -> None:
     study = read_study(STUDIES / "frozen" / f"{name}.toml")
     page = (study.file.parent / "README.md").read_text()
@@ -71,6 +95,50 @@ def test_spreads_of_the_page_are_compared_on_the_same_seeds(name: str) -> None:
         cells = [str(len(seeds)), *(f"{mean:.2f}" for mean in means)]
         cells += [f"{100 * found.mean:+.2f} [{100 * found.low:.2f}, {100 * found.high:.2f}]", f"{found.p:.2f}"]
         assert f"| {' | '.join(cells)} |" in page.replace("−", "-")
+
+
+def test_contrasts_of_digits_follow_from_the_lines() -> None:
+    study = read_study(STUDIES / "frozen" / "digits.toml")
+    page = " ".join((study.file.parent / "README.md").read_text().replace("−", "-").split())
+    runs = read_runs(study, "run")
+    points = [{row.arm: row.means for row in summarize(study, runs, point)} for point in study.points()]
+    three, ten = points[0], points[-1]
+
+    def text(pairs: list[tuple[float, float]]) -> str:
+        found = paired_difference(pairs)
+        return f"{100 * found.mean:+.1f} [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+
+    for shorter in ("0.1", "0.3"):
+        assert all(text([(arms[shorter][seed], arms["0.5"][seed]) for seed in study.seeds]) in page for arms in points)
+    for arm in ("0.3", "0.5"):
+        gaps = [[arms[arm][seed] - arms["never"][seed] for seed in study.seeds] for arms in (ten, three)]
+        assert f"three less ten{', 0.5' if arm == '0.5' else ''}: {text(list(zip(*gaps, strict=True)))}" in page
+    assert all(arms["auto"] == arms["never"] for arms in points)
+
+
+def test_the_private_head_is_compared_with_the_best_of_the_first_round() -> None:
+    study = read_study(STUDIES / "private" / "heads.toml")
+    page = (study.file.parent / "README.md").read_text()
+    runs = read_runs(study, "run")
+    first = [json.loads(line) for line in (STUDIES / "safl" / "private.jsonl").read_text().splitlines()]
+    titles = {"all layers": "FedAvg", "two layers (SAFL)": "SAFL", "head": "head"}
+    best, differences = [], []
+    for point in study.points():
+        head = list(next(row for row in summarize(study, runs, point) if row.arm == "head").means.values())
+        rows: dict[str, list[float]] = {title: [] for title in titles.values()}
+        for line in first:
+            if line["epsilon"] == point["privacy.epsilon"]:
+                rows[titles[line["trains"]]].append(line["accuracy"])
+        best.append(max(rows, key=lambda title: fmean(rows[title])))
+        assert len(head) == len(rows[best[-1]]) == 5
+        assert min(head) > max(max(row) for row in rows.values())
+        interval = ttest_ind(head, rows[best[-1]], equal_var=False).confidence_interval(0.95)
+        mean = fmean(head) - fmean(rows[best[-1]])
+        differences.append(f"{100 * mean:+.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]")
+    scores = matrix(study, runs).splitlines()[2].removeprefix("| `head`")
+    assert f"| linear head on the mean, 8,855 numbers{scores}\n" in page
+    assert f"| best of the first round | {' | '.join(best)} |" in page
+    assert f"| linear head less that | {' | '.join(differences)} |" in page
 
 
 @pytest.mark.parametrize(
