@@ -112,7 +112,7 @@ def recorded(rows: Sequence[Row], more: Iterable[str] = ()) -> Line:
 
     Args:
         rows: One row per round.
-        more: More keys of the rows to keep by round.
+        more: More keys of the rows to keep by round; `drift.query` is the key `query` inside `drift`.
 
     Returns:
         "test" and "validation": the tested rounds, counted from 1, and by metric the scores there. "personal": the
@@ -141,8 +141,16 @@ def recorded(rows: Sequence[Row], more: Iterable[str] = ()) -> Line:
     if any(row.get("lost") for row in rows):
         line["lost"] = [len(row.get("lost") or ()) for row in rows]
     for key in more:
-        line[key] = [row.get(key) for row in rows]
+        line[key] = [_lookup(row, key) for row in rows]
     return line
+
+
+def _lookup(row: Row, path: str) -> Any:
+    """Return what a row has at a path of keys with dots; None if a part of the path is missing."""
+    value: Any = row
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def finite(value: Any) -> Any:

@@ -232,7 +232,7 @@ def test_a_study_is_played_by_one_process_at_a_time(tmp_path: Path) -> None:
 def test_lines_hold_what_tables_need() -> None:
     row = {"bytes": {"up": 3, "down": 4}, "train_loss": 0.5, "seconds": 1.0, "test": None, "personal": None}
     rows: list[dict[str, Any]] = [
-        {**row, "round": 0, "test": {"accuracy": 0.1}, "chosen": {"c0": [1]}},
+        {**row, "round": 0, "test": {"accuracy": 0.1}, "chosen": {"c0": [1]}, "drift": {"key": {"cosine": 0.5}}},
         {**row, "round": 1, "lost": {"c1": "gone"}, "chosen": {"c0": [2]}},
         {
             **row,
@@ -243,14 +243,15 @@ def test_lines_hold_what_tables_need() -> None:
             "chosen": {"c0": [1]},
         },
     ]
-    line = recorded(rows, ("drift",))
+    line = recorded(rows, ("drift", "drift.key.cosine"))
     assert line["test"] == {"rounds": [1, 3], "accuracy": [0.1, 0.3], "f1": [None, 0.2]}
     assert line["personal"]["rounds"] == [3]
     assert line["personal"]["accuracy"] == [pytest.approx(0.6)]
     assert line["personal"]["clients"] == {"accuracy": {"c0": 0.5, "c1": 0.7}}
     assert (line["bytes"], line["epsilon"]) == ({"up": [3, 3, 3], "down": [4, 4, 4]}, 2.0)
     assert (line["layers"], line["lost"]) == ([{"c0": [1]}, {"c0": [2]}, {"c0": [1]}], [0, 1, 0])
-    assert line["drift"] == [None, None, None]
+    assert line["drift"] == [{"key": {"cosine": 0.5}}, None, None]
+    assert line["drift.key.cosine"] == [0.5, None, None]
     json.dumps(line)
 
 
