@@ -16,6 +16,7 @@ from playing.study import Study
 from playing.tables import summarize
 
 COLUMNS = 3  # panels side by side
+LEGEND_LINE = 0.19  # inches
 
 
 def plot(study: Study, lines: Sequence[Line], score: str | None = None, on: str | None = None) -> list[Path]:
@@ -83,14 +84,16 @@ def _curves(study: Study, lines: Sequence[Line], metric: Metric, part: str, by_b
     points = study.points()
     columns = min(COLUMNS, len(points))
     rows = -(-len(points) // columns)
-    figure = new_figure(max(4.6, 3.4 * columns) + 2.2, 2.9 * rows + 0.3)
+    drawn = [curves(study, lines, point, metric.name, part) for point in points]
+    # All arms have a style, so that the others keep theirs when one is played. The legend has those with curves.
+    looks = {arm: look for arm, look in styles(study.arms).items() if any(arm in found for found in drawn)}
+    figure = new_figure(max(4.6, 3.4 * columns) + 2.2, max(2.9 * rows, LEGEND_LINE * len(looks)) + 0.3)
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    looks = styles(study.arms)
     for place, axes in enumerate(panels.flat):
         if place >= len(points):
             axes.set_visible(False)
             continue
-        for arm, (rounds, means, spreads) in curves(study, lines, points[place], metric.name, part).items():
+        for arm, (rounds, means, spreads) in drawn[place].items():
             middle = [metric.scale * value for value in means]
             low = [metric.scale * (mean - spread) for mean, spread in zip(means, spreads, strict=True)]
             high = [metric.scale * (mean + spread) for mean, spread in zip(means, spreads, strict=True)]

@@ -594,6 +594,11 @@ def test_plan_cell_is_divided_by_parameter_count(tmp_path: Path) -> None:
     assert status({"trains": False, "up": False, "down": False, "keep": False}) == "untouched"
 
 
+def test_as_many_styles_as_methods_in_a_large_study_are_distinct() -> None:
+    found = styles(f"method {number}" for number in range(28)).values()
+    assert len({(style.color, str(style.dash)) for style in found}) == 28
+
+
 @pytest.mark.parametrize("count", [1, 15])
 def test_legends_cover_no_data_and_styles_are_distinct(tmp_path: Path, count: int) -> None:
     labels = ["fedavg", "_hidden", "fedfrozen", "a label that is far too long to be shown as it is"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 INK, MUTED, GRID = "#24292f", "#6e7781", "#d8dee4"
 # Okabe and Ito's palette, which color-blind readers can distinguish. Without yellow and black, which vanish on a page.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d46")
-DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.5)))
+DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)))
 UNUSED_COLOR = "#e6e9ed"
 ROLES = ("embedding", "query", "key", "value", "output", "mlp", "norm", "head")
 
