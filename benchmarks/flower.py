@@ -96,10 +96,10 @@ note("partita")
 build = builder.build
 
 
-def noted(config):
+def noted(config, *more, **named):
     models.import_from_registry(models.INDEX, config.model["name"], "model")
     note("the model's library")
-    built = build(config)
+    built = build(config, *more, **named)
     note("data and model")
     return built
 
@@ -110,8 +110,8 @@ from partita.engines.flower import client as site
 flower_app.build, train = noted, site.train
 
 
-def learn(*given):
-    content = train(*given)
+def learn(*given, **named):
+    content = train(*given, **named)
     note("training")
     with open(os.environ["NOTES"], "a") as file:
         print(json.dumps(notes), file=file)

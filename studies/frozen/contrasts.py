@@ -1,0 +1,147 @@
+"""Test the hypotheses about digits with twelve more seeds, and describe the drift of the clients, as Markdown.
+
+    PYTHONPATH=src:studies python studies/frozen/contrasts.py
+
+`play.py table` has differences of scores to `never`, which is FedAvg. Here are also those of spreads, between two
+settings, and between two frozen sets. All are paired by seed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from playing.choice import read_runs
+from playing.lines import Line
+from playing.study import Study, read_study
+from playing.tables import Row, p_text, summarize
+
+from partita.report.comparison import Difference
+from partita.report.tables import holm, paired_difference
+
+STUDY = "digits-seeds"
+THREE, ORDERS, KEPT, TEN = (
+    "labels, 3 clients",
+    "orders, 3 clients",
+    "labels, 3 clients, moments kept",
+    "labels, 10 clients",
+)
+TAGS = ("query", "key", "value", "mlp")
+HALF = 10  # rounds of a run that the second half of it has
+
+Values = Mapping[int, float]  # by seed
+Rows = Mapping[str, Mapping[str, Row]]  # by setting and arm
+
+
+def read() -> tuple[Study, list[Line], Rows]:
+    """Return the study, the lines of its runs, and their summary."""
+    study = read_study(Path(__file__).with_name(f"{STUDY}.toml"))
+    lines = read_runs(study, "run")
+    return (
+        study,
+        lines,
+        {point["setting"]: {row.arm: row for row in summarize(study, lines, point)} for point in study.points()},
+    )
+
+
+def difference(after: Values, before: Values) -> Difference:
+    """Return the mean of after less before, over the seeds that both have."""
+    return paired_difference([(before[seed], after[seed]) for seed in sorted(set(after) & set(before))])
+
+
+def gaps(rows: Rows, setting: str, arm: str) -> dict[int, float]:
+    """Return by seed how far an arm is above `never`."""
+    after, before = rows[setting][arm].means, rows[setting]["never"].means
+    return {seed: after[seed] - before[seed] for seed in sorted(set(after) & set(before))}
+
+
+def detrended(line: Line, last: int) -> float:
+    """Return the standard deviation of the last rounds' accuracies around their straight line."""
+    values, places = line["test"]["accuracy"][-last:], np.arange(last)
+    rests = values - np.polyval(np.polyfit(places, values, 1), places)
+    return float(np.sqrt(np.square(rests).sum() / (last - 2)))
+
+
+def text(found: Difference, digits: int) -> str:
+    assert found.mean is not None
+    assert found.low is not None
+    assert found.high is not None
+    signed = f"{100 * found.mean:+.{digits}f} [{100 * found.low:.{digits}f}, {100 * found.high:.{digits}f}]"
+    return signed.replace("-", "−")
+
+
+def hypotheses(rows: Rows) -> str:
+    """Return a table of the hypotheses' differences, with Holm's correction over all of them."""
+    tests = {
+        "1. spread, 0.3, labels, 3 clients": difference(rows[THREE]["0.3"].spreads, rows[THREE]["never"].spreads),
+        "2. spread, 0.3, labels, 10 clients": difference(rows[TEN]["0.3"].spreads, rows[TEN]["never"].spreads),
+        "3. accuracy, 0.3, labels, three clients less ten": difference(
+            gaps(rows, THREE, "0.3"), gaps(rows, TEN, "0.3")
+        ),
+        "4. accuracy, 0.3, labels, 10 clients": difference(rows[TEN]["0.3"].means, rows[TEN]["never"].means),
+        "5. accuracy, 0.5, labels, 3 clients": difference(rows[THREE]["0.5"].means, rows[THREE]["never"].means),
+        "5. accuracy, 0.5, orders, 3 clients": difference(rows[ORDERS]["0.5"].means, rows[ORDERS]["never"].means),
+    }
+    corrected = holm([found.p or 0.0 for found in tests.values()])
+    table = ["| difference to `never` | points, paired [95%] | p | p (Holm) |", "|---|--:|--:|--:|"]
+    for (what, found), p in zip(tests.items(), corrected, strict=True):
+        digits = 2 if "spread" in what else 1
+        table.append(f"| {what} | {text(found, digits)} | {p_text(found.p)} | {p_text(p)} |")
+    return "\n".join(table)
+
+
+def spreads(study: Study, lines: Sequence[Line], rows: Rows) -> str:
+    """Return a table of the spread in the last rounds, also without its trend, by setting and arm."""
+    arms = [arm for arm in study.arms if arm != "never"]
+    heads = [f"`{arm}`" for arm in arms]
+    table = [
+        f"| spread | `never` | {' | '.join(heads)} | without the trend: `never` | {' | '.join(heads)} |",
+        f"|---|{'--:|' * (2 * len(arms) + 2)}",
+    ]
+    for setting, own in rows.items():
+        flat = {
+            arm: {
+                line["seed"]: detrended(line, study.last)
+                for line in lines
+                if line["arm"] == arm and line["point"]["setting"] == setting
+            }
+            for arm in study.arms
+        }
+        cells = []
+        for by_arm in ({arm: row.spreads for arm, row in own.items()}, flat):
+            cells.append(f"{100 * statistics.fmean(by_arm['never'].values()):.2f}")
+            cells += [text(difference(by_arm[arm], by_arm["never"]), 2) for arm in arms]
+        table.append(f"| {setting} | {' | '.join(cells)} |")
+    return "\n".join(table)
+
+
+def controls(rows: Rows) -> str:
+    """Return a table of the kernel against a random set of its shapes, frozen after the same rounds."""
+    table = ["| `0.3` less `0.3, random set` | points, paired [95%] | p |", "|---|--:|--:|"]
+    for setting, own in rows.items():
+        found = difference(own["0.3"].means, own["0.3, random set"].means)
+        table.append(f"| {setting} | {text(found, 1)} | {p_text(found.p)} |")
+    return "\n".join(table)
+
+
+def drift(lines: Sequence[Line], rows: Rows) -> str:
+    """Return a table of how far clients' updates are apart by tag, over the second half of `never`'s rounds."""
+    table = [f"| dispersion | {' | '.join(TAGS)} |", f"|---|{'--:|' * len(TAGS)}"]
+    for setting in rows:
+        own = [line for line in lines if line["arm"] == "never" and line["point"]["setting"] == setting]
+        means = [
+            statistics.fmean(statistics.fmean(line[f"drift.{tag}.dispersion"][-HALF:]) for line in own) for tag in TAGS
+        ]
+        table.append(f"| {setting} | {' | '.join(f'{mean:.2f}' for mean in means)} |")
+    return "\n".join(table)
+
+
+def main() -> None:
+    study, lines, rows = read()
+    print("\n\n".join([hypotheses(rows), spreads(study, lines, rows), controls(rows), drift(lines, rows)]))
+
+
+if __name__ == "__main__":
+    main()
