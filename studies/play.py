@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -42,7 +43,7 @@ class Interrupt(Exception):
 def main() -> int:
     asked = _arguments()
     try:
-        studies = [read_study(file) for file in asked.studies]
+        studies = [replace(read_study(file), folder=asked.lines) for file in asked.studies]
         if asked.command == "table":
             from playing.tables import matrix, tables, tried
 
@@ -80,6 +81,11 @@ def _arguments() -> argparse.Namespace:
     for name in ("tune", "run", "table", "plot", "layers"):
         command = commands.add_parser(name)
         command.add_argument("studies", nargs="+", type=Path, metavar="STUDY.toml")
+        command.set_defaults(lines=None)
+        if name != "tune":
+            command.add_argument(
+                "--lines", type=Path, metavar="FOLDER", help="where the lines of runs are; default: beside the study"
+            )
         if name == "layers":
             continue
         if name in ("table", "plot"):
@@ -129,6 +135,7 @@ def _play(studies: Sequence[Study], asked: argparse.Namespace) -> int:
     with ExitStack() as locks:
         for study in [] if asked.dry_run else studies:
             locks.enter_context(only_writer(study.file))
+            study.beside.parent.mkdir(parents=True, exist_ok=True)
         planned = [run for study in studies for run in _left(study, kind, wanted[study.file])]
         for run in planned:
             _check(run, by_file[run.file])
@@ -247,7 +254,7 @@ class _Player:
 
     def _say(self, study: Path, text: str) -> None:
         print(text, flush=True)
-        with study.with_suffix(".log").open("a") as log:
+        with self.studies[study].beside.with_suffix(".log").open("a") as log:
             log.write(f"{time.monotonic() - self.began:.0f} s: {text}\n")
 
     def _archive(self, due: bool) -> None:
@@ -266,7 +273,7 @@ def _outputs(studies: Iterable[Study]) -> list[Path]:
     files = [
         file
         for study in studies
-        for file in (*map(study.output, ("run", "tune", "failed")), study.file.with_suffix(".log"))
+        for file in (*map(study.output, ("run", "tune", "failed")), study.beside.with_suffix(".log"))
     ]
     return [file for file in files if file.exists()]
 

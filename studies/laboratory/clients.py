@@ -4,6 +4,7 @@
     python studies/laboratory/clients.py partial        3 of 20 clients a round; writes partial.csv
     python studies/laboratory/clients.py table          the tables, from these files
     python studies/laboratory/clients.py plot           the map, clients.png
+    python studies/laboratory/clients.py again 3 kernel 3   play one cell of the map again: clients, kind, level
     python studies/laboratory/clients.py rules          thresholds of the automatic rule on the development worlds
     python studies/laboratory/clients.py rules --test   the old and the chosen one on the test worlds
 
@@ -41,6 +42,7 @@ from partita.lab.simulate import Setting, Trace, automatic_warmup, step_size
 from partita.lab.synthetic import Differences, Federation, Size, draw, stack
 from partita.lab.theory import Kernel, Moments, feature_map, loss, moments, profile, ridged
 from partita.methods.fedfrozen import fedfrozen
+from partita.report.tables import holm
 
 HERE = Path(__file__).parent
 ROUNDS, RATE, RIDGE = 60, 0.15, 0.01
@@ -388,15 +390,6 @@ def effect(rows: Sequence[dict[str, float]], name: str) -> Effect:
     return Effect(ratio.mean(), low, high, stats.ttest_1samp(ratio, 0).pvalue, excess, len(rows))
 
 
-def holm(effects: dict[Any, Effect]) -> dict[Any, float]:
-    """Holm's corrected p values over all tests of a table."""
-    corrected, largest = {}, 0.0
-    for place, (key, found) in enumerate(sorted(effects.items(), key=lambda each: each[1].p)):
-        largest = max(largest, min(1.0, (len(effects) - place) * found.p))
-        corrected[key] = largest
-    return corrected
-
-
 CHOICES = (*(f"w{share:g}" for share in SHARES), "auto")
 
 
@@ -405,7 +398,7 @@ def tables() -> str:
     for file in ("clients.csv", "partial.csv"):
         cells = read(file)
         effects = {(cell, name): effect(rows, name) for cell, rows in cells.items() for name in CHOICES}
-        corrected = holm(effects)
+        corrected = dict(zip(effects, holm([found.p for found in effects.values()]), strict=True))
         most = " | ".join(name.removeprefix("w") for name in CHOICES)
         number = " clients |" if file == "clients.csv" else ""
         more = " best of all | excess: never, 0.5, best |" if file == "clients.csv" else ""
@@ -424,6 +417,24 @@ def tables() -> str:
             lines.append(f"| {' | '.join((*(_plain(part) for part in cell), *marked))} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def again(clients: int, kind: str, level: float) -> str:
+    """Play one cell of the map again, and return a table of the final loss against never freezing."""
+    world = worlds(kind, level, clients, WORLDS)
+    means = products_of(world)
+    names = [name for name in CHOICES if name != "auto"]
+    heads = [name.removeprefix("w") for name in names]
+    table = [f"| local steps | {' | '.join(heads)} | federations |", "| --: |" + " --: |" * (len(names) + 1)]
+    for steps in STEPS:
+        each = cell(world, means, kind, level, clients, steps)
+        shares = {"never": 1.0, **dict(zip(names, SHARES, strict=True))}
+        losses = {name: each.losses[round(share * ROUNDS), each.stable].tolist() for name, share in shares.items()}
+        rows = [dict(zip(losses, values, strict=True)) for values in zip(*losses.values(), strict=True)]
+        effects = [effect(rows, name) for name in names]
+        texts = [f"{found.mean:+.1f} [{found.low:.1f}, {found.high:.1f}]" for found in effects]
+        table.append(f"| {steps} | {' | '.join(texts)} | {len(rows)} |")
+    return "\n".join(table)
 
 
 def _plain(text: str) -> str:
@@ -532,6 +543,8 @@ def main() -> None:
             print(tables())
         case ["plot"]:
             plot()
+        case ["again", clients, kind, level] if kind in KINDS:
+            print(again(int(clients), kind, float(level)))
         case ["rules"]:
             print(compare_rules(WORLDS[:half]))
         case ["rules", "--test"]:

@@ -20,7 +20,7 @@ LEGEND_LINE = 0.19  # inches
 
 
 def plot(study: Study, lines: Sequence[Line], score: str | None = None, on: str | None = None) -> list[Path]:
-    """Draw all pictures of a study beside it.
+    """Draw all pictures of a study beside its lines.
 
     Args:
         study: The study.
@@ -35,11 +35,11 @@ def plot(study: Study, lines: Sequence[Line], score: str | None = None, on: str 
     from matplotlib import rc_context
 
     metric, part = metric_named(score or study.score), on or study.on
-    pictures = {study.file.with_suffix(".svg"): _curves(study, lines, metric, part)}
+    pictures = {study.beside.with_suffix(".svg"): _curves(study, lines, metric, part)}
     if any(megabytes(line) for line in lines):
-        pictures[study.file.with_name(f"{study.name}-bytes.svg")] = _curves(study, lines, metric, part, by_bytes=True)
+        pictures[study.beside.with_name(f"{study.name}-bytes.svg")] = _curves(study, lines, metric, part, by_bytes=True)
     if len(study.axes) in (1, 2) and len(study.arms) > 1:
-        pictures[study.file.with_name(f"{study.name}-map.svg")] = _maps(study, lines, metric, part)
+        pictures[study.beside.with_name(f"{study.name}-map.svg")] = _maps(study, lines, metric, part)
     for file, figure in pictures.items():
         with rc_context({"svg.hashsalt": study.name}):
             figure.savefig(file, metadata={"Date": None})

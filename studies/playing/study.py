@@ -93,6 +93,7 @@ class Study:
         tuning: How settings are chosen; None if nothing is.
         last: Tables report the mean over this many last tested rounds.
         record: More keys of a run's rows to keep in its line, by round.
+        folder: Where the lines of runs are, if not beside the file. Those of tuning are always beside it.
     """
 
     file: Path
@@ -106,6 +107,7 @@ class Study:
     tuning: Tuning | None
     last: int = LAST
     record: tuple[str, ...] = ()
+    folder: Path | None = None
 
     @property
     def name(self) -> str:
@@ -114,7 +116,13 @@ class Study:
 
     def output(self, kind: str) -> Path:
         """Return the file of the lines: "run", "tune" or "failed"."""
-        return self.file.with_suffix(".jsonl" if kind == "run" else f".{kind}.jsonl")
+        beside = self.file if kind == "tune" else self.beside
+        return beside.with_suffix(".jsonl" if kind == "run" else f".{kind}.jsonl")
+
+    @property
+    def beside(self) -> Path:
+        """The path beside which runs leave their lines, logs and pictures, with another ending each."""
+        return self.file if self.folder is None else self.folder / self.file.name
 
     def points(self) -> list[dict[str, Any]]:
         """Return all points of the axes; one empty point if there is no axis."""

@@ -100,6 +100,22 @@ def test_a_study_is_killed_and_resumed_while_one_arm_fails(tmp_path: Path) -> No
     check_archive(folder)
 
 
+def test_a_study_is_played_again_into_another_folder(tmp_path: Path) -> None:
+    write_study(tmp_path)
+    (tmp_path / "small.jsonl").write_text("as it is\n")
+    words = ("run", "small.toml", "--arms", "fedavg", "--seeds", "0", "--lines", "out/again")
+    with play(tmp_path, *words) as process:
+        output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    [line] = lines(tmp_path / "out" / "again" / "small.jsonl")
+    assert (line["arm"], line["seed"]) == ("fedavg", 0)
+    with play(tmp_path, "table", "small.toml", "--lines", "out/again") as process:
+        output, _ = process.communicate(timeout=600)
+    assert "| `fedavg` |" in output
+    assert (tmp_path / "small.jsonl").read_text() == "as it is\n"
+    assert not (tmp_path / "small.log").exists()
+
+
 def check_failures(folder: Path) -> None:
     failed = lines(folder / "small.failed.jsonl")
     assert sorted((line["arm"], line["seed"]) for line in failed) == [("broken", seed) for seed in (0, 0, 1, 1, 2, 2)]
