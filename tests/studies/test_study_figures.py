@@ -135,8 +135,12 @@ def test_the_private_head_is_compared_with_the_best_of_the_first_round() -> None
         interval = ttest_ind(head, rows[best[-1]], equal_var=False).confidence_interval(0.95)
         mean = fmean(head) - fmean(rows[best[-1]])
         differences.append(f"{100 * mean:+.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]")
-    scores = matrix(study, runs).splitlines()[2].removeprefix("| `head`")
-    assert f"| linear head on the mean, 8,855 numbers{scores}\n" in page
+    scores, warm = (row.partition("` |")[2] for row in matrix(study, runs).splitlines()[2:4])
+    assert f"| linear head, after the warm start |{warm}\n" in page
+    gaps = [summarize(study, runs, point)[1].difference for point in study.points()]
+    texts = [f"{100 * gap.mean:+.1f} [{100 * gap.low:.1f}, {100 * gap.high:.1f}]" for gap in gaps]
+    assert f"| less the head without it | {' | '.join(texts)} |" in page.replace("−", "-")
+    assert f"| linear head on the mean, 8,855 numbers |{scores}\n" in page
     assert f"| best of the first round | {' | '.join(best)} |" in page
     assert f"| linear head less that | {' | '.join(differences)} |" in page
 
