@@ -97,7 +97,7 @@ build = builder.build
 
 
 def noted(config, *more, **named):
-    models.import_from_registry(models.INDEX, config.model["name"], "model")
+    models.find_function(models.INDEX, config.model["name"], "model")
     note("the model's library")
     built = build(config, *more, **named)
     note("data and model")

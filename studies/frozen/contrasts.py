@@ -117,11 +117,11 @@ def spreads(study: Study, lines: Sequence[Line], rows: Rows) -> str:
     return "\n".join(table)
 
 
-def controls(rows: Rows) -> str:
-    """Return a table of the kernel against a random set of its shapes, frozen after the same rounds."""
-    table = ["| `0.3` less `0.3, random set` | points, paired [95%] | p |", "|---|--:|--:|"]
+def between(rows: Rows, after: str, before: str) -> str:
+    """Return a table of the difference between two arms, by setting."""
+    table = [f"| `{after}` less `{before}` | points, paired [95%] | p |", "|---|--:|--:|"]
     for setting, own in rows.items():
-        found = difference(own["0.3"].means, own["0.3, random set"].means)
+        found = difference(own[after].means, own[before].means)
         table.append(f"| {setting} | {text(found, 1)} | {p_text(found.p)} |")
     return "\n".join(table)
 
@@ -138,9 +138,15 @@ def drift(lines: Sequence[Line], rows: Rows) -> str:
     return "\n".join(table)
 
 
+def page_tables(study: Study, lines: Sequence[Line], rows: Rows) -> list[str]:
+    """Return the tables of the page."""
+    compared = [between(rows, "0.3", "0.3, random set"), between(rows, "0.5", "0.3")]
+    return [hypotheses(rows), spreads(study, lines, rows), *compared, drift(lines, rows)]
+
+
 def main() -> None:
     study, lines, rows = read()
-    print("\n\n".join([hypotheses(rows), spreads(study, lines, rows), controls(rows), drift(lines, rows)]))
+    print("\n\n".join(page_tables(study, lines, rows)))
 
 
 if __name__ == "__main__":

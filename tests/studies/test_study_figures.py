@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import tomllib
 from contextlib import suppress
@@ -51,7 +52,15 @@ def test_tables_of_the_page_follow_from_the_lines(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["frozen/cifar100", "frozen/epochs20", "frozen/orders", "frozen/digits", "pretrained/ohsumed-recipe"]
+    "name",
+    [
+        "frozen/cifar100",
+        "frozen/epochs20",
+        "frozen/orders",
+        "frozen/digits",
+        "frozen/digits-seeds",
+        "pretrained/ohsumed-recipe",
+    ],
 )
 def test_tables_of_frozen_kernels_follow_from_the_lines(name: str) -> None:
     study = read_study(STUDIES / f"{name}.toml")
@@ -114,6 +123,18 @@ def test_contrasts_of_digits_follow_from_the_lines() -> None:
         gaps = [[arms[arm][seed] - arms["never"][seed] for seed in study.seeds] for arms in (ten, three)]
         assert f"three less ten{', 0.5' if arm == '0.5' else ''}: {text(list(zip(*gaps, strict=True)))}" in page
     assert all(arms["auto"] == arms["never"] for arms in points)
+
+
+def test_tables_of_twelve_more_seeds_follow_from_the_lines() -> None:
+    spec = importlib.util.spec_from_file_location("frozen_contrasts", STUDIES / "frozen" / "contrasts.py")
+    assert spec is not None
+    assert spec.loader is not None
+    contrasts = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(contrasts)
+    page = (STUDIES / "frozen" / "README.md").read_text()
+    found = contrasts.page_tables(*contrasts.read())
+    assert len(found) == 5
+    assert all(table in page for table in found)
 
 
 def test_the_private_head_is_compared_with_the_best_of_the_first_round() -> None:
