@@ -66,7 +66,7 @@ def test_all_claims_are_on_their_page_and_no_other() -> None:
     assert len(ids) > 20
     assert re.findall(r"^\| `([\w-]+)` \|", pages["claims.md"].text, re.MULTILINE) == ids
     assert f"Of {len(ids)} claims" in pages["claims.md"].text
-    assert "| `" not in pages["studies/README.md"].text
+    assert "| verdict |" not in pages["studies/README.md"].text
     with pytest.raises(Exception, match="no section"):
         site_pages.split_claims("# Studies\n")
 
