@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from playing.lines import Line
 from playing.study import Planned
@@ -55,6 +58,21 @@ last = 2
 method.name = "fedprox"
 method.mu = 0.1
 """
+
+
+STUDIES = Path(__file__).parents[1] / "studies"
+
+
+def load_script(path: str) -> Any:
+    """Return a script of a study, such as "backbone/align", as a module."""
+    name = path.replace("/", "_")
+    spec = importlib.util.spec_from_file_location(name, STUDIES / f"{path}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def write_study(folder: Path, study: str = STUDY, config: str = CONFIG) -> Path:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 from helpers import final_params, play, toy_run
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
+from study_fixtures import load_script
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModel, CLIPVisionConfig, CLIPVisionModelWithProjection
@@ -614,20 +613,9 @@ def test_random_towers_refuse_unknown_words() -> None:
 # ---- studies
 
 
-def load_study(path: str) -> Any:
-    name = Path(path).name
-    spec = importlib.util.spec_from_file_location(name, Path("studies") / f"{path}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.slow
 def test_alignment_study_aligns_two_towers(tmp_path: Path) -> None:
-    align = load_study("backbone/align")
+    align = load_script("backbone/align")
     result = align.main(["--tiny", "--out", str(tmp_path)])
     assert json.loads((tmp_path / "pair" / "alignment.json").read_text()) == result
     assert result["names"] == ["blue", "green", "grey", "red", "white"]
@@ -653,7 +641,7 @@ def test_alignment_study_aligns_two_towers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_alignment_study_resizes_a_clip_tower(tmp_path: Path) -> None:
-    align = load_study("backbone/align")
+    align = load_script("backbone/align")
     settings = replace(align.make_tiny(tmp_path), images=str(tmp_path / "clip"))
     shape: Any = {**dual_encoder_fixtures.VISION_CONFIG, "num_channels": 3, "projection_dim": 12}
     tower = CLIPVisionModelWithProjection(CLIPVisionConfig(**shape))
@@ -669,7 +657,7 @@ def test_alignment_study_resizes_a_clip_tower(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_alignment_study_cuts_public_images_out_of_the_data(tmp_path: Path) -> None:
-    align = load_study("backbone/align")
+    align = load_script("backbone/align")
     settings = replace(align.make_tiny(tmp_path), public=1)
     task = load("images", Key(0), path=tmp_path / "test", size=8)
     rows = align.public_rows(task, 1, Key(settings.seed))
@@ -706,7 +694,7 @@ def test_alignment_study_cuts_public_images_out_of_the_data(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_weights_are_packed_without_loss(tmp_path: Path) -> None:
-    pack = load_study("backbone/pack")
+    pack = load_script("backbone/pack")
     drawn = torch.Generator().manual_seed(0)
     whole = torch.randint(-127, 128, (64, 96), generator=drawn).float()
     whole[:, 0] = 127
@@ -738,7 +726,7 @@ def test_weights_are_packed_without_loss(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_membership_study_reports_both_methods(tmp_path: Path) -> None:
-    result = load_study("prompts/membership").main(
+    result = load_script("prompts/membership").main(
         ["--tiny", "--seeds", "2", "--rounds", "1", "--out", str(tmp_path / "m.json")]
     )
     assert json.loads((tmp_path / "m.json").read_text()) == result

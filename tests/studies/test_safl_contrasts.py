@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 from playing.choice import read_runs
 from playing.lines import Line
 from playing.study import read_study
 from playing.tables import MISSING, layers, tables
+from study_fixtures import load_script
 
 FOLDER = Path(__file__).parents[2] / "studies" / "safl2"
 
 
-def script(name: str) -> Any:
-    """Return a script of the study as a module."""
-    spec = importlib.util.spec_from_file_location(f"safl2_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look for their module
-    spec.loader.exec_module(module)
-    return module
-
-
-contrasts, choices = script("contrasts"), script("choices")
+contrasts, choices = load_script("safl2/contrasts"), load_script("safl2/choices")
 PAGE = (FOLDER / "README.md").read_text()
 PROSE = " ".join(PAGE.split())
 

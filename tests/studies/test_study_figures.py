@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import tomllib
 from contextlib import suppress
@@ -15,6 +14,7 @@ from playing.study import Study, StudyError, edges, read_study
 from playing.tables import matrix, summarize, tables, tried
 from playing.work import configured
 from scipy.stats import ttest_ind
+from study_fixtures import load_script
 
 from partita.report.tables import paired_difference
 
@@ -126,11 +126,7 @@ def test_contrasts_of_digits_follow_from_the_lines() -> None:
 
 
 def test_tables_of_twelve_more_seeds_follow_from_the_lines() -> None:
-    spec = importlib.util.spec_from_file_location("frozen_contrasts", STUDIES / "frozen" / "contrasts.py")
-    assert spec is not None
-    assert spec.loader is not None
-    contrasts = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(contrasts)
+    contrasts = load_script("frozen/contrasts")
     page = (STUDIES / "frozen" / "README.md").read_text()
     found = contrasts.page_tables(*contrasts.read())
     assert len(found) == 5
