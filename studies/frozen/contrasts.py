@@ -1,6 +1,7 @@
-"""Test the hypotheses about digits with twelve more seeds, and describe the drift of the clients, as Markdown.
+"""Test the hypotheses about a study, and describe the drift of its clients, as Markdown.
 
-    PYTHONPATH=src:studies python studies/frozen/contrasts.py
+    PYTHONPATH=src:studies python studies/frozen/contrasts.py digits-seeds
+    PYTHONPATH=src:studies python studies/frozen/contrasts.py cifar100-long
 
 `play.py table` has differences of scores to `never`, which is FedAvg. Here are also those of spreads, between two
 settings, and between two frozen sets. All are paired by seed.
@@ -9,8 +10,10 @@ settings, and between two frozen sets. All are paired by seed.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from playing.choice import read_runs
@@ -21,7 +24,7 @@ from playing.tables import Row, p_text, summarize
 from partita.report.comparison import Difference
 from partita.report.tables import holm, paired_difference
 
-STUDY = "digits-seeds"
+DIGITS = "digits-seeds"
 THREE, ORDERS, KEPT, TEN = (
     "labels, 3 clients",
     "orders, 3 clients",
@@ -29,21 +32,24 @@ THREE, ORDERS, KEPT, TEN = (
     "labels, 10 clients",
 )
 TAGS = ("query", "key", "value", "mlp")
-HALF = 10  # rounds of a run that the second half of it has
+LAST = 10  # rounds over which drift and the rise of the score are measured
 
 Values = Mapping[int, float]  # by seed
 Rows = Mapping[str, Mapping[str, Row]]  # by setting and arm
 
 
-def read() -> tuple[Study, list[Line], Rows]:
-    """Return the study, the lines of its runs, and their summary."""
-    study = read_study(Path(__file__).with_name(f"{STUDY}.toml"))
+def read(name: str) -> tuple[Study, list[Line], Rows]:
+    """Return a study, the lines of its runs, and their summary."""
+    study = read_study(Path(__file__).with_name(f"{name}.toml"))
     lines = read_runs(study, "run")
-    return (
-        study,
-        lines,
-        {point["setting"]: {row.arm: row for row in summarize(study, lines, point)} for point in study.points()},
-    )
+    rows = {setting_of(point): {row.arm: row for row in summarize(study, lines, point)} for point in study.points()}
+    return study, lines, rows
+
+
+def setting_of(point: Mapping[str, Any]) -> str:
+    """Return the name of a point of a study with one axis."""
+    [name] = point.values()
+    return str(name)
 
 
 def difference(after: Values, before: Values) -> Difference:
@@ -105,7 +111,7 @@ def spreads(study: Study, lines: Sequence[Line], rows: Rows) -> str:
             arm: {
                 line["seed"]: detrended(line, study.last)
                 for line in lines
-                if line["arm"] == arm and line["point"]["setting"] == setting
+                if line["arm"] == arm and setting_of(line["point"]) == setting
             }
             for arm in study.arms
         }
@@ -127,26 +133,39 @@ def between(rows: Rows, after: str, before: str) -> str:
 
 
 def drift(lines: Sequence[Line], rows: Rows) -> str:
-    """Return a table of how far clients' updates are apart by tag, over the second half of `never`'s rounds."""
+    """Return a table of how far clients' updates are apart by tag, over the last rounds of `never`."""
     table = [f"| dispersion | {' | '.join(TAGS)} |", f"|---|{'--:|' * len(TAGS)}"]
     for setting in rows:
-        own = [line for line in lines if line["arm"] == "never" and line["point"]["setting"] == setting]
+        own = [line for line in lines if line["arm"] == "never" and setting_of(line["point"]) == setting]
         means = [
-            statistics.fmean(statistics.fmean(line[f"drift.{tag}.dispersion"][-HALF:]) for line in own) for tag in TAGS
+            statistics.fmean(statistics.fmean(line[f"drift.{tag}.dispersion"][-LAST:]) for line in own) for tag in TAGS
         ]
         table.append(f"| {setting} | {' | '.join(f'{mean:.2f}' for mean in means)} |")
     return "\n".join(table)
 
 
+def rise(study: Study, lines: Sequence[Line]) -> str:
+    """Return a table of how many points a round the score gains over the last rounds, by arm."""
+    table = [f"| | {' | '.join(f'`{arm}`' for arm in study.arms)} |", f"|---|{'--:|' * len(study.arms)}"]
+    means = []
+    for arm in study.arms:
+        scores = [line["test"]["accuracy"][-LAST:] for line in lines if line["arm"] == arm]
+        means.append(statistics.fmean(float(np.polyfit(np.arange(LAST), own, 1)[0]) for own in scores))
+    cells = [f"{100 * mean:+.2f}".replace("-", "−") for mean in means]
+    table.append(f"| points a round | {' | '.join(cells)} |")
+    return "\n".join(table)
+
+
 def page_tables(study: Study, lines: Sequence[Line], rows: Rows) -> list[str]:
     """Return the tables of the page."""
+    tested = hypotheses(rows) if study.name == DIGITS else rise(study, lines)
     compared = [between(rows, "0.3", "0.3, random set"), between(rows, "0.5", "0.3")]
-    return [hypotheses(rows), spreads(study, lines, rows), *compared, drift(lines, rows)]
+    return [tested, spreads(study, lines, rows), *compared, drift(lines, rows)]
 
 
 def main() -> None:
-    study, lines, rows = read()
-    print("\n\n".join(page_tables(study, lines, rows)))
+    for name in sys.argv[1:] or [DIGITS]:
+        print("\n\n".join(page_tables(*read(name))))
 
 
 if __name__ == "__main__":

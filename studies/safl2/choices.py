@@ -95,7 +95,7 @@ def table(found: Mapping[str, Choices]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in text)
 
 
-DEPTHS = {"pairs": 6, "maccrobat": 30, "ohsumed": 30}  # layers of each study's model
+DEPTHS = {"pairs": 6, "maccrobat": 30, "ohsumed": 30, "maccrobat-rates": 30}  # layers of each study's model
 
 
 def main() -> None:

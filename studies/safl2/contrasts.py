@@ -44,6 +44,13 @@ CONTRASTS = {
         ("random, common", "fedavg"),
         ("random, fixed", "random, common"),
     ],
+    "maccrobat-rates": [
+        ("safl 10", "fedavg"),
+        ("safl 10, agreed", "safl 10"),
+        ("safl 10, agreed", "random, common"),
+        ("safl 10, agreed", "fedavg"),
+        ("random, common", "fedavg"),
+    ],
     "ohsumed": [("safl 10", "safl 10, content")],
 }
 

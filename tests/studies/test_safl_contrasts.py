@@ -10,7 +10,7 @@ import pytest
 from playing.choice import read_runs
 from playing.lines import Line
 from playing.study import read_study
-from playing.tables import MISSING, layers, tables
+from playing.tables import MISSING, layers, tables, tried
 from study_fixtures import load_script
 
 FOLDER = Path(__file__).parents[2] / "studies" / "safl2"
@@ -107,6 +107,13 @@ def test_tables_of_language_models_follow_from_the_lines(name: str) -> None:
             best = max(own, key=lambda rate: own[rate])
             texts[best] = f"**{texts[best]}**"
         assert f"| `{arm}` | {' | '.join(texts.get(rate, MISSING) for rate in (3e-4, 1e-3, 3e-3))} |" in PAGE
+
+
+def test_tables_with_stable_rates_follow_from_the_lines() -> None:
+    study, lines = read_study(FOLDER / "maccrobat-rates.toml"), read("maccrobat-rates")
+    assert tables(study, lines).partition("\n\n")[0] in PAGE
+    assert choices.table(choices.by_arm(study.arms, lines, 30)) in PAGE
+    assert tried(study, read("maccrobat-rates", "tune")).partition("\n\n")[0] in PAGE
 
 
 def test_the_run_that_failed_is_described_as_in_its_line() -> None:

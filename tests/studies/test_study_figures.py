@@ -55,6 +55,7 @@ def test_tables_of_the_page_follow_from_the_lines(name: str) -> None:
     "name",
     [
         "frozen/cifar100",
+        "frozen/cifar100-long",
         "frozen/epochs20",
         "frozen/orders",
         "frozen/digits",
@@ -68,6 +69,28 @@ def test_tables_of_frozen_kernels_follow_from_the_lines(name: str) -> None:
     found = parts(study)
     assert len(found) == len(study.points())
     assert all(table in page for table in found)
+
+
+def test_tables_of_prompts_on_clip_follow_from_the_lines() -> None:
+    folder = STUDIES / "prompts" / "clip"
+    page = (folder / "README.md").read_text()
+    studies = {name: read_study(folder / f"{name}.toml") for name in ("office-parts", "pacs-parts", "cifar100-methods")}
+    studies["cifar100-methods"] = studies["cifar100-methods"].compared_to("pfeddc")
+    for study in studies.values():
+        [table] = parts(study)
+        assert table in page, study.name
+    shots = read_study(folder / "office-shots.toml")
+    assert matrix(shots, read_runs(shots, "run")) in page
+    for point, text in zip(shots.points(), zip(*shot_gaps(page), strict=True), strict=True):
+        arms = {row.arm: row.means for row in summarize(shots, read_runs(shots, "run"), point)}
+        found = [paired_difference([(own[seed], arms["pfeddc"][seed]) for seed in shots.seeds]) for own in arms.values()]
+        assert list(text) == [f"{100 * gap.mean:+.1f} [{100 * gap.low:.1f}, {100 * gap.high:.1f}]" for gap in found[:-1]]
+
+
+def shot_gaps(page: str) -> list[list[str]]:
+    """Return the cells of the table of pFedDC's differences by number of images, one list for each arm."""
+    table = page.partition("| pFedDC less |")[2].partition("\n\n")[0].replace("−", "-")
+    return [line.strip("| ").split(" | ")[1:] for line in table.splitlines()[2:]]
 
 
 def test_scores_and_differences_of_all_methods_follow_from_the_lines() -> None:
@@ -125,10 +148,11 @@ def test_contrasts_of_digits_follow_from_the_lines() -> None:
     assert all(arms["auto"] == arms["never"] for arms in points)
 
 
-def test_tables_of_twelve_more_seeds_follow_from_the_lines() -> None:
+@pytest.mark.parametrize("name", ["digits-seeds", "cifar100-long"])
+def test_contrasts_of_frozen_kernels_follow_from_the_lines(name: str) -> None:
     contrasts = load_script("frozen/contrasts")
     page = (STUDIES / "frozen" / "README.md").read_text()
-    found = contrasts.page_tables(*contrasts.read())
+    found = contrasts.page_tables(*contrasts.read(name))
     assert len(found) == 5
     assert all(table in page for table in found)
 
@@ -162,8 +186,31 @@ def test_the_private_head_is_compared_with_the_best_of_the_first_round() -> None
     assert f"| linear head less that | {' | '.join(differences)} |" in page
 
 
+def test_private_layers_are_compared_with_fedavg_by_epsilon() -> None:
+    study = read_study(STUDIES / "private" / "layers.toml")
+    page, runs = (study.file.parent / "README.md").read_text().replace("−", "-"), read_runs(study, "run")
+    assert matrix(study, runs) in page
+    by_arm: dict[str, list[str]] = {}
+    for point in study.points():
+        for row in summarize(study, runs, point):
+            if (gap := row.difference) is not None:
+                text = f"{100 * gap.mean:+.1f} [{100 * gap.low:.1f}, {100 * gap.high:.1f}]"
+                by_arm.setdefault(row.arm, []).append(text)
+    assert len(by_arm) == len(study.arms) - 1
+    for arm, texts in by_arm.items():
+        assert f"| `{arm}` | {' | '.join(texts)} |" in page
+
+
 @pytest.mark.parametrize(
-    "name", ["recipe/dinov2", "recipe/dinov2-central", "recipe/minilm", "frozen/cifar100", "pretrained/ohsumed-recipe"]
+    "name",
+    [
+        "recipe/dinov2",
+        "recipe/dinov2-central",
+        "recipe/minilm",
+        "recipe/minilm-central",
+        "frozen/cifar100",
+        "pretrained/ohsumed-recipe",
+    ],
 )
 def test_settings_tried_on_the_page_follow_from_the_lines(name: str) -> None:
     study = read_study(STUDIES / f"{name}.toml")
