@@ -63,10 +63,42 @@ def varied_score(number: int, batch: Batch) -> float:
 
 
 def test_healthy_federation_raises_no_alarm() -> None:
-    """Clients with real attention scores select half of the layers and agree on some of them."""
-    model = ToyTransformer(width=6, layers=4)
-    rung = alarms_by_round(model, LONG_WINDOW + 2, k=2, probe=4)
+    """Clients choose three of six layers, which change from round to round, and agree on two or three of them."""
+    model = ModelWithScores(lambda number, batch: varied_score(number, batch) + 0.5 * (number % 5 == 0))
+    rung = alarms_by_round(model, LONG_WINDOW + 2, k=3, probe=4)
     assert all(each == [] for each in rung)
+
+
+def test_clients_that_choose_different_layers_raise_an_alarm() -> None:
+    """Random attention of a small model: five clients, two of four layers each."""
+    model = ToyTransformer(width=6, layers=4)
+    rung = alarms_by_round(model, SHORT_WINDOW + 1, k=2, probe=4)
+    assert [kinds(each) for each in rung[: SHORT_WINDOW - 1]] == [set()] * (SHORT_WINDOW - 1)
+    assert {"layer disagreement"} in [kinds(each) for each in rung[SHORT_WINDOW - 1 :]]
+    for options in ({"agree": "scores"}, {"agree": True}, {"select": "random"}, {"select": "static"}):
+        agreed = alarms_by_round(model, SHORT_WINDOW + 1, k=2, probe=4, **options)
+        assert "layer disagreement" not in {kind for each in agreed for kind in kinds(each)}, options
+
+
+def test_disagreement_is_measured_against_random_choices() -> None:
+    layers, told = [f"layer.{number}" for number in range(6)], {"a": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]}
+
+    def raised(*sent: set[int]) -> list[Alarm]:
+        by_client = {f"c{place}": numbers for place, numbers in enumerate(sent)}
+        return check_window([make_summary(n, by_client, told) for n in range(SHORT_WINDOW)], layers)
+
+    # Pairs of clients share 1, 1 and 2 of two layers: two thirds, which is exactly halfway from a third to all.
+    assert raised({0, 1}, {0, 1}, {0, 2}) == []
+    # One pair of six shares both layers, the others one: 7 of 12.
+    [alarm] = raised({0, 1}, {0, 2}, {1, 2}, {0, 1})
+    assert alarm.kind == "layer disagreement"
+    assert "two clients had only 58% of their layers in common" in alarm.text
+    assert "method.agree = 'scores'" in alarm.text
+    # The smaller of two choices counts, so a client with a smaller model that chooses among the same layers agrees.
+    assert raised({0, 1, 2, 3}, {0, 1, 2, 3}, {0}) == []
+    # Two clients are too few, and clients that send no layer did not choose.
+    assert raised({0, 1}, {2, 3}) == []
+    assert raised({0, 1}, {0, 2}, {1, 2}, {0, 1}, set()) == []
 
 
 def test_equal_attention_scores_raise_an_alarm() -> None:

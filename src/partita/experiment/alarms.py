@@ -1,7 +1,7 @@
 """Alarms from what the server sees of each round.
 
-They tell of uninformative layer choices, outlying updates, skipped rounds, small cohorts, and a model that predicts a
-single class.
+They tell of uninformative layer choices, clients that choose different layers, outlying updates, skipped rounds, small
+cohorts, and a model that predicts a single class.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Literal
 
 from partita.core.model import Model, layer_number, layer_tag
@@ -43,6 +43,7 @@ class Alarm:
         "attention collapse",
         "layer starvation",
         "aggregation mismatch",
+        "layer disagreement",
         "outlying update",
         "skipped round",
         "one predicted class",
@@ -133,7 +134,9 @@ def check_window(window: Sequence[RoundSummary], layers: Sequence[str]) -> list[
         window: Summaries, oldest first. The last `LONG_WINDOW` rounds are enough.
         layers: All layers of the model.
     """
-    alarms = (_collapse(window), _starvation(window[-LONG_WINDOW:], layers), _mismatch(window[-SHORT_WINDOW:]))
+    last = window[-SHORT_WINDOW:]
+    apart = _mismatch(last) or _disagreement(last, layers)  # the first is the stronger form of the second
+    alarms = (_collapse(window), _starvation(window[-LONG_WINDOW:], layers), apart)
     return [alarm for alarm in alarms if alarm]
 
 
@@ -188,3 +191,35 @@ def _mismatch(window: Sequence[RoundSummary]) -> Alarm | None:
         "method.average_over = 'cohort'"
     )
     return Alarm("aggregation mismatch", window[-1].round, text)
+
+
+def _disagreement(window: Sequence[RoundSummary], layers: Sequence[str]) -> Alarm | None:
+    """Return an alarm if clients' own choices are closer to random draws than to one common choice.
+
+    Two random draws of k of n layers share k / n of their layers, and equal choices share all. Clients that trained
+    different layers lost 5 to 18 points in studies/safl2, more than the choice itself was worth.
+    """
+    if len(window) < SHORT_WINDOW:
+        return None
+    shares = []
+    for summary in window:
+        if len(summary.sent) < MIN_SHARE or not summary.scores or not all(summary.sent.values()):
+            return None
+        by_chance = sum(map(len, summary.sent.values())) / (len(summary.sent) * len(layers))
+        shares.append(_common_share(list(summary.sent.values())))
+        if shares[-1] >= (1 + by_chance) / 2:
+            return None
+    text = (
+        f"two clients had only {fmean(shares):.0%} of their layers in common in the last {SHORT_WINDOW} rounds, so "
+        "each layer was averaged over few clients; set method.agree = 'scores' to train the same layers everywhere, or "
+        "use more examples to choose by, with method.probe"
+    )
+    return Alarm("layer disagreement", window[-1].round, text)
+
+
+def _common_share(choices: Sequence[Names]) -> float:
+    """Return how many layers two clients share, relative to the smaller choice, over all pairs of clients."""
+    senders = Counter(layer for chosen in choices for layer in chosen)
+    shared = sum(count * (count - 1) // 2 for count in senders.values())
+    sizes = sorted(map(len, choices))
+    return shared / sum(size * (len(sizes) - 1 - place) for place, size in enumerate(sizes))
