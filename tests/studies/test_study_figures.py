@@ -60,6 +60,7 @@ def test_tables_of_the_page_follow_from_the_lines(name: str) -> None:
         "frozen/orders",
         "frozen/digits",
         "frozen/digits-seeds",
+        "frozen/digits-baselines",
         "pretrained/ohsumed-recipe",
     ],
 )
