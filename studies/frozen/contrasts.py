@@ -52,6 +52,11 @@ def setting_of(point: Mapping[str, Any]) -> str:
     return str(name)
 
 
+def lines_of(lines: Sequence[Line], setting: str, arm: str) -> list[Line]:
+    """Return the lines of an arm in a setting, one for each seed."""
+    return [line for line in lines if line["arm"] == arm and setting_of(line["point"]) == setting]
+
+
 def difference(after: Values, before: Values) -> Difference:
     """Return the mean of after less before, over the seeds that both have."""
     return paired_difference([(before[seed], after[seed]) for seed in sorted(set(after) & set(before))])
@@ -108,11 +113,7 @@ def spreads(study: Study, lines: Sequence[Line], rows: Rows) -> str:
     ]
     for setting, own in rows.items():
         flat = {
-            arm: {
-                line["seed"]: detrended(line, study.last)
-                for line in lines
-                if line["arm"] == arm and setting_of(line["point"]) == setting
-            }
+            arm: {line["seed"]: detrended(line, study.last) for line in lines_of(lines, setting, arm)}
             for arm in study.arms
         }
         cells = []
@@ -136,7 +137,7 @@ def drift(lines: Sequence[Line], rows: Rows) -> str:
     """Return a table of how far clients' updates are apart by tag, over the last rounds of `never`."""
     table = [f"| dispersion | {' | '.join(TAGS)} |", f"|---|{'--:|' * len(TAGS)}"]
     for setting in rows:
-        own = [line for line in lines if line["arm"] == "never" and setting_of(line["point"]) == setting]
+        own = lines_of(lines, setting, "never")
         means = [
             statistics.fmean(statistics.fmean(line[f"drift.{tag}.dispersion"][-LAST:]) for line in own) for tag in TAGS
         ]
@@ -144,21 +145,23 @@ def drift(lines: Sequence[Line], rows: Rows) -> str:
     return "\n".join(table)
 
 
-def rise(study: Study, lines: Sequence[Line]) -> str:
-    """Return a table of how many points a round the score gains over the last rounds, by arm."""
-    table = [f"| | {' | '.join(f'`{arm}`' for arm in study.arms)} |", f"|---|{'--:|' * len(study.arms)}"]
-    means = []
-    for arm in study.arms:
-        scores = [line["test"]["accuracy"][-LAST:] for line in lines if line["arm"] == arm]
-        means.append(statistics.fmean(float(np.polyfit(np.arange(LAST), own, 1)[0]) for own in scores))
-    cells = [f"{100 * mean:+.2f}".replace("-", "−") for mean in means]
-    table.append(f"| points a round | {' | '.join(cells)} |")
+def rise(study: Study, lines: Sequence[Line], rows: Rows) -> str:
+    """Return a table of how many points a round the score gains over the last rounds, by setting and arm."""
+    heads = " | ".join(f"`{arm}`" for arm in study.arms)
+    table = [f"| points a round | {heads} |", f"|---|{'--:|' * len(study.arms)}"]
+    for setting in rows:
+        cells = []
+        for arm in study.arms:
+            scores = [line["test"]["accuracy"][-LAST:] for line in lines_of(lines, setting, arm)]
+            mean = statistics.fmean(float(np.polyfit(np.arange(LAST), own, 1)[0]) for own in scores)
+            cells.append(f"{100 * mean:+.2f}".replace("-", "−"))
+        table.append(f"| {setting} | {' | '.join(cells)} |")
     return "\n".join(table)
 
 
 def page_tables(study: Study, lines: Sequence[Line], rows: Rows) -> list[str]:
     """Return the tables of the page."""
-    tested = hypotheses(rows) if study.name == DIGITS else rise(study, lines)
+    tested = hypotheses(rows) if study.name == DIGITS else rise(study, lines, rows)
     compared = [between(rows, "0.3", "0.3, random set"), between(rows, "0.5", "0.3")]
     return [tested, spreads(study, lines, rows), *compared, drift(lines, rows)]
 

@@ -16,6 +16,7 @@ from playing.work import configured
 from scipy.stats import ttest_ind
 from study_fixtures import load_script
 
+from partita.report.comparison import Difference
 from partita.report.tables import paired_difference
 
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -26,6 +27,11 @@ def parts(study: Study, on: str | None = None) -> list[str]:
     """Return the tables of a study, without the titles of its points, footnotes and the text below."""
     text = tables(study, read_runs(study, "run"), on=on)
     return [part for part in text.split("\n\n") if part.startswith("|")]
+
+
+def gap_text(gap: Difference) -> str:
+    """Return a difference in points with its interval, with plain minus signs."""
+    return f"{100 * gap.mean:+.1f} [{100 * gap.low:.1f}, {100 * gap.high:.1f}]"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
@@ -86,7 +92,7 @@ def test_tables_of_prompts_on_clip_follow_from_the_lines() -> None:
         arms = {row.arm: row.means for row in summarize(shots, read_runs(shots, "run"), point)}
         own = arms.pop("pfeddc")
         gaps = [paired_difference([(other[seed], own[seed]) for seed in shots.seeds]) for other in arms.values()]
-        texts = [f"{100 * gap.mean:+.1f} [{100 * gap.low:.1f}, {100 * gap.high:.1f}]" for gap in gaps]
+        texts = [gap_text(gap) for gap in gaps]
         assert list(shown) == texts
 
 
@@ -140,8 +146,7 @@ def test_contrasts_of_digits_follow_from_the_lines() -> None:
     three, ten = points[0], points[-1]
 
     def text(pairs: list[tuple[float, float]]) -> str:
-        found = paired_difference(pairs)
-        return f"{100 * found.mean:+.1f} [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+        return gap_text(paired_difference(pairs))
 
     for shorter in ("0.1", "0.3"):
         assert all(text([(arms[shorter][seed], arms["0.5"][seed]) for seed in study.seeds]) in page for arms in points)
@@ -182,7 +187,7 @@ def test_the_private_head_is_compared_with_the_best_of_the_first_round() -> None
     scores, warm = (row.partition("` |")[2] for row in matrix(study, runs).splitlines()[2:4])
     assert f"| linear head, after the warm start |{warm}\n" in page
     gaps = [summarize(study, runs, point)[1].difference for point in study.points()]
-    texts = [f"{100 * gap.mean:+.1f} [{100 * gap.low:.1f}, {100 * gap.high:.1f}]" for gap in gaps]
+    texts = [gap_text(gap) for gap in gaps]
     assert f"| less the head without it | {' | '.join(texts)} |" in page.replace("−", "-")
     assert f"| linear head on the mean, 8,855 numbers |{scores}\n" in page
     assert f"| best of the first round | {' | '.join(best)} |" in page
@@ -197,7 +202,7 @@ def test_private_layers_are_compared_with_fedavg_by_epsilon() -> None:
     for point in study.points():
         for row in summarize(study, runs, point):
             if (gap := row.difference) is not None:
-                text = f"{100 * gap.mean:+.1f} [{100 * gap.low:.1f}, {100 * gap.high:.1f}]"
+                text = gap_text(gap)
                 by_arm.setdefault(row.arm, []).append(text)
     assert len(by_arm) == len(study.arms) - 1
     for arm, texts in by_arm.items():

@@ -203,10 +203,11 @@ def _disagreement(window: Sequence[RoundSummary], layers: Sequence[str]) -> Alar
         return None
     shares = []
     for summary in window:
-        if len(summary.sent) < MIN_SHARE or not summary.scores or not all(summary.sent.values()):
+        choices = list(summary.sent.values())
+        if len(choices) < MIN_SHARE or not summary.scores or not all(choices):
             return None
-        by_chance = sum(map(len, summary.sent.values())) / (len(summary.sent) * len(layers))
-        shares.append(_common_share(list(summary.sent.values())))
+        by_chance = fmean(map(len, choices)) / len(layers)
+        shares.append(_common_share(choices))
         if shares[-1] >= (1 + by_chance) / 2:
             return None
     text = (
