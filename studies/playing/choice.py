@@ -73,7 +73,7 @@ def plan(study: Study, kind: Kind, asked: Asked, tuned: Sequence[Line]) -> list[
             for arm in arms:
                 key = arm.name, repr(sorted(study.tuned_at(point).items()))
                 chosen = choices[key] if study.tuning else {}
-                edge = edges(_with_grid_of(study, arm), chosen)
+                edge = edges(study, arm, chosen)
                 planned.append(plan_run(study, "run", arm, point, seed, chosen, asked.overrides, edge))
     return planned
 
@@ -170,11 +170,3 @@ def _before(study: Study, arm: Arm, point: Point, asked: Asked, tuned: Sequence[
         return choose(study, study.arms[arm.tuned_as], point, asked, tuned)
     except StudyError:
         return None
-
-
-def _with_grid_of(study: Study, arm: Arm) -> Arm:
-    """Return the arm with the grids that its settings were chosen from, also those of the arm it is tuned as."""
-    from dataclasses import replace
-
-    other = study.arms[arm.tuned_as].grid if arm.tuned_as else {}
-    return replace(arm, grid={**other, **arm.grid})

@@ -17,6 +17,7 @@ from playing.tables import summarize
 
 COLUMNS = 3  # panels side by side
 LEGEND_LINE = 0.19  # inches
+MAP_LEGEND = "hatched: the 95% interval holds zero; no color: no paired runs"
 
 
 def plot(study: Study, lines: Sequence[Line], score: str | None = None, on: str | None = None) -> list[Path]:
@@ -168,7 +169,7 @@ def _maps(study: Study, lines: Sequence[Line], metric: Metric, part: str) -> Any
             axes.set_visible(False)
             continue
         arm, grid = list(grids.items())[place]
-        image = _map(axes, grid, metric, largest)
+        image = draw_map(axes, grid, metric, largest)
         axes.set_xticks(range(len(across)), [shorten(str(value), 14) for value in across], fontsize=8.5)
         axes.set_yticks(range(len(up)), [shorten(str(value), 28) for value in up], fontsize=8.5)
         axes.set_xlabel(axes_of[-1], fontsize=9, color=INK)
@@ -177,11 +178,22 @@ def _maps(study: Study, lines: Sequence[Line], metric: Metric, part: str) -> Any
     bar = figure.colorbar(image, ax=panels, shrink=0.9)
     bar.set_label(f"{metric.title_with_unit}, to {shorten(study.baseline, 24)}", fontsize=8.5, color=INK)
     bar.ax.tick_params(labelsize=8)
-    figure.supxlabel("hatched: the 95% interval holds zero; no color: no paired runs", fontsize=8, color=MUTED)
+    figure.supxlabel(MAP_LEGEND, fontsize=8, color=MUTED)
     return figure
 
 
-def _map(axes: Any, grid: Sequence[Sequence[Difference | None]], metric: Metric, largest: float) -> Any:
+def draw_map(axes: Any, grid: Sequence[Sequence[Difference | None]], metric: Metric, largest: float) -> Any:
+    """Draw differences as a map with their values: blue is better, hatched where the interval holds zero.
+
+    Args:
+        axes: Matplotlib's axes.
+        grid: The differences by row and column; None where there is none.
+        metric: What was measured.
+        largest: The difference with the strongest color, in the metric's unit.
+
+    Returns:
+        The image, for a color bar.
+    """
     from matplotlib.patches import Rectangle
 
     scale = metric.scale

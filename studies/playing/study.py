@@ -378,12 +378,18 @@ def grid_points(arm: Arm) -> list[dict[str, Any]]:
     return [dict(zip(arm.grid, values, strict=True)) for values in product(*arm.grid.values())] if arm.grid else []
 
 
-def edges(arm: Arm, chosen: Settings) -> tuple[str, ...]:
-    """Return the keys whose chosen number is the smallest or the largest of its grid."""
+def edges(study: Study, arm: Arm, chosen: Settings) -> tuple[str, ...]:
+    """Return the keys whose chosen number is the smallest or the largest of its grid.
+
+    An arm that takes the choice of another has the grid of that arm, too.
+    """
+    other = study.arms[arm.tuned_as].grid if arm.tuned_as else {}
     return tuple(
         key
-        for key, values in arm.grid.items()
-        if len(values) > 1 and all(_is_number(value) for value in values) and chosen[key] in (min(values), max(values))
+        for key, values in {**other, **arm.grid}.items()
+        if len(values) > 1
+        and all(_is_number(value) for value in values)
+        and chosen.get(key) in (min(values), max(values))
     )
 
 

@@ -13,7 +13,7 @@ from partita.report.metric import Metric, metric_named
 from partita.report.tables import corrected, paired_difference
 from playing.choice import tail
 from playing.lines import Line
-from playing.study import Point, Study
+from playing.study import Point, Study, edges
 
 MISSING = "–"
 LAST = "last round"  # title of a column
@@ -38,7 +38,7 @@ class Row:
         seconds: By seed, how long the run took.
         epsilon: The largest over seeds; None if the runs are not private.
         chosen: What tuning chose.
-        edge: The keys whose chosen value is at the edge of its grid.
+        edge: The keys whose chosen value is at the edge of its grid, as the study has it now.
         lost: The seeds whose model was not finite in the end. They are in no mean.
         difference: To the baseline, paired by seed; None for the baseline.
     """
@@ -74,7 +74,7 @@ def summarize(
     for line in lines:
         if line["kind"] == "run" and line["point"] == dict(point) and line["arm"] in groups:
             groups[line["arm"]].append(line)
-    rows = {arm: _row(arm, own, metric, part, study.last) for arm, own in groups.items() if own}
+    rows = {arm: _row(study, arm, own, metric, part) for arm, own in groups.items() if own}
     if study.baseline not in rows:
         return list(rows.values())
     before = rows[study.baseline].means
@@ -87,8 +87,9 @@ def summarize(
     return [replace(row, difference=differences.get(arm)) for arm, row in rows.items()]
 
 
-def _row(arm: str, lines: Sequence[Line], metric: Metric, part: str, last: int) -> Row:
-    tails = {line["seed"]: tail(line, metric.name, part, last) for line in sorted(lines, key=lambda line: line["seed"])}
+def _row(study: Study, arm: str, lines: Sequence[Line], metric: Metric, part: str) -> Row:
+    ordered = sorted(lines, key=lambda line: line["seed"])
+    tails = {line["seed"]: tail(line, metric.name, part, study.last) for line in ordered}
     known = {seed: values for seed, values in tails.items() if values}
     # Old lines may hold one mean over several last rounds in place of single rounds.
     single = {seed: values for seed, values in known.items() if not any(line.get("averaged") for line in lines)}
@@ -102,6 +103,7 @@ def _row(arm: str, lines: Sequence[Line], metric: Metric, part: str, last: int) 
         if (own := ((line.get(by_client) or {}).get("clients") or {}).get(metric.name))
     }
     costs = [line["epsilon"] for line in lines if line.get("epsilon") is not None]
+    chosen = lines[0].get("chosen") or {}
     return Row(
         arm,
         {seed: statistics.fmean(values) for seed, values in known.items()},
@@ -111,8 +113,8 @@ def _row(arm: str, lines: Sequence[Line], metric: Metric, part: str, last: int) 
         {line["seed"]: sum(map(sum, line["bytes"].values())) / 1e6 for line in kept if line.get("bytes")},
         {line["seed"]: line["seconds"] for line in kept if line.get("seconds") is not None},
         max(costs, default=None),
-        lines[0].get("chosen") or {},
-        tuple(lines[0].get("edge") or ()),
+        chosen,
+        edges(study, study.arms[arm], chosen),
         tuple(seed for seed in tails if seed not in known and seed in scored),
     )
 

@@ -93,7 +93,6 @@ def play(planned: Planned, work: Path, threads: int, commit: str | None, again: 
     line = {
         **planned.identity,
         "chosen": dict(planned.chosen),
-        "edge": list(planned.edge),
         "digest": planned.digest,
         "commit": commit,
         "device": environment["processor"],

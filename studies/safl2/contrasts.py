@@ -50,8 +50,26 @@ CONTRASTS = {
         ("safl 10, agreed", "random, common"),
         ("safl 10, agreed", "fedavg"),
         ("random, common", "fedavg"),
+        ("safl 10, agreed", "safl 5, agreed"),
+        ("safl 20, agreed", "safl 10, agreed"),
+        ("safl 20, agreed", "fedavg"),
     ],
-    "ohsumed": [("safl 10", "safl 10, content")],
+    "ohsumed": [
+        ("safl 10", "fedavg"),
+        ("safl 10, agreed", "safl 10"),
+        ("safl 10, agreed", "random, common"),
+        ("random, common", "fedavg"),
+        ("safl 10", "random, common"),
+        ("safl 10", "safl 10, content"),
+    ],
+    "centralized": [
+        ("safl", "centralized"),
+        ("safl, agreed", "centralized"),
+        ("fedavg", "centralized"),
+        ("safl", "fedavg"),
+        ("safl, agreed", "fedavg"),
+        ("safl, agreed", "safl"),
+    ],
 }
 
 Scores = Mapping[str, Mapping[int, float]]  # by arm and seed
@@ -107,7 +125,8 @@ def layer_means(scores: Scores) -> str:
 def read_scores(name: str) -> tuple[dict[str, Mapping[int, float]], str]:
     """Return the scores of a study in this folder by arm and seed, and the name of their metric."""
     study = read_study(Path(__file__).with_name(f"{name}.toml"))
-    return {row.arm: row.means for row in summarize(study, read_runs(study, "run"), {})}, study.score
+    [point] = study.points()
+    return {row.arm: row.means for row in summarize(study, read_runs(study, "run"), point)}, study.score
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ def a_line(arm: str, seed: int, point: dict[str, Any], draw: random.Random) -> d
         "point": point,
         "seed": seed,
         "chosen": {"training.lr": 0.01},
-        "edge": ["training.lr"] if arm == "broken" else [],
         "test": {"rounds": list(range(1, ROUNDS + 1)), "accuracy": scores, "f1": [each / 2 for each in scores]},
         "personal": {
             "rounds": [ROUNDS],
@@ -102,8 +102,12 @@ def test_every_cell_follows_from_the_lines(study: Study, lines: list[dict[str, A
             assert row[6:8] == [f"{raw[place - 1]:.3f}", f"{holm[place - 1]:.3f}"]
 
 
-def test_a_choice_at_the_edge_has_a_footnote(study: Study, lines: list[dict[str, Any]]) -> None:
-    text = tables(study, lines)
+def test_a_choice_at_the_edge_of_the_grid_as_it_is_now_has_a_footnote(
+    study: Study, lines: list[dict[str, Any]]
+) -> None:
+    grids = {"broken": (0.01, 0.1), "fedavg": (0.001, 0.01, 0.1)}
+    arms = {name: replace(arm, grid={"training.lr": grids.get(name, ())}) for name, arm in study.arms.items()}
+    text = tables(replace(study, arms=arms), lines)
     assert text.count("| `broken`\\* |") == 2
     assert "- \\* of `broken`: training.lr = 0.01 is at the edge of its grid." in text
     assert "\\* of `fedavg`" not in text

@@ -22,6 +22,8 @@ from partita.report.tables import paired_difference
 STUDIES = Path(__file__).parents[2] / "studies"
 FILES = [file for file in sorted(STUDIES.rglob("*.toml")) if "arms" in tomllib.loads(file.read_text())]
 
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
 
 def parts(study: Study, on: str | None = None) -> list[str]:
     """Return the tables of a study, without the titles of its points, footnotes and the text below."""
@@ -62,8 +64,13 @@ def test_tables_of_the_page_follow_from_the_lines(name: str) -> None:
     [
         "frozen/cifar100",
         "frozen/cifar100-long",
+        "frozen/cohorts",
+        "frozen/cohorts12",
+        "frozen/epochs1",
         "frozen/epochs20",
+        "frozen/mild",
         "frozen/orders",
+        "frozen/tinyimagenet",
         "frozen/digits",
         "frozen/digits-seeds",
         "frozen/digits-baselines",
@@ -165,6 +172,18 @@ def test_contrasts_of_frozen_kernels_follow_from_the_lines(name: str) -> None:
     assert all(table in page for table in found)
 
 
+def test_the_map_of_freezing_follows_from_the_lines() -> None:
+    regimes = load_script("frozen/regimes")
+    page = (STUDIES / "frozen" / "README.md").read_text()
+    assert regimes.overview() in page
+    assert regimes.between() in page
+    known = [each for setting in regimes.SETTINGS for each in regimes.differences(setting) if each is not None]
+    lost = [each for setting in regimes.SETTINGS if (each := regimes.differences(setting)[1]) and each.high < 0]
+    assert not any(each.low > 0 for each in known)
+    assert f"{len(regimes.SETTINGS)} settings with a warm-up of 0.3, {NUMBERS[len(lost)]} lose" in page
+    assert f"No interval of {len(known)} is above zero" in page
+
+
 def test_the_private_head_is_compared_with_the_best_of_the_first_round() -> None:
     study = read_study(STUDIES / "private" / "heads.toml")
     page = (study.file.parent / "README.md").read_text()
@@ -216,8 +235,13 @@ def test_private_layers_are_compared_with_fedavg_by_epsilon() -> None:
         "recipe/dinov2-central",
         "recipe/minilm",
         "recipe/minilm-central",
+        "recipe/clip",
+        "recipe/smollm2",
         "frozen/cifar100",
+        "frozen/epochs1",
+        "frozen/tinyimagenet",
         "pretrained/ohsumed-recipe",
+        "safl2/centralized",
     ],
 )
 def test_settings_tried_on_the_page_follow_from_the_lines(name: str) -> None:
@@ -240,5 +264,5 @@ def test_runs_of_language_models_have_the_rates_that_tuning_chose() -> None:
     runs = {run.arm: run for run in plan(study, "run", Asked(), read_runs(study, "tune"))}
     for line in read_runs(study, "run"):
         assert line["chosen"] == dict(runs[line["arm"]].chosen)
-    assert not any(edges(study.arms[arm], run.chosen) for arm, run in runs.items() if study.arms[arm].grid)
+    assert not any(edges(study, study.arms[arm], run.chosen) for arm, run in runs.items() if study.arms[arm].grid)
     assert dict(runs["fedadam"].chosen) == {"training.lr": 3e-3, "method.lr": 1e-2}
