@@ -116,6 +116,14 @@ def test_tables_with_stable_rates_follow_from_the_lines() -> None:
     assert tried(study, read("maccrobat-rates", "tune")).partition("\n\n")[0] in PAGE
 
 
+def test_scores_by_round_until_all_arms_are_level_follow_from_the_lines() -> None:
+    lines = read("centralized")
+    assert {tuple(line["test"]["rounds"]) for line in lines} == {(3, 6, 9, 12, 15)}
+    for arm in read_study(FOLDER / "centralized.toml").arms:
+        columns = zip(*(line["test"]["accuracy"] for line in lines if line["arm"] == arm), strict=True)
+        assert f"| `{arm}` | {' | '.join(f'{100 * fmean(column):.1f}' for column in columns)} |" in PAGE
+
+
 def test_the_run_that_failed_is_described_as_in_its_line() -> None:
     lines = {(line["arm"], line["seed"]): line for line in read("maccrobat")}
     for arm in ("fedavg", "safl 10", "random, fixed", "random, common"):

@@ -75,9 +75,12 @@ def test_tables_of_the_page_follow_from_the_lines(name: str) -> None:
         "frozen/digits-seeds",
         "frozen/digits-baselines",
         "pretrained/ohsumed-recipe",
+        "prompts/clip/office-clients",
+        "recipe/dinov2",
+        "safl2/centralized",
     ],
 )
-def test_tables_of_frozen_kernels_follow_from_the_lines(name: str) -> None:
+def test_tables_of_points_follow_from_the_lines(name: str) -> None:
     study = read_study(STUDIES / f"{name}.toml")
     page = (study.file.parent / "README.md").read_text()
     found = parts(study)
@@ -101,6 +104,15 @@ def test_tables_of_prompts_on_clip_follow_from_the_lines() -> None:
         gaps = [paired_difference([(other[seed], own[seed]) for seed in shots.seeds]) for other in arms.values()]
         texts = [gap_text(gap) for gap in gaps]
         assert list(shown) == texts
+
+
+def test_prompts_with_more_clients_and_rounds_follow_from_the_lines() -> None:
+    clients = load_script("prompts/clip/clients")
+    page = (STUDIES / "prompts" / "clip" / "README.md").read_text()
+    assert clients.by_round() in page
+    assert clients.by_clients() in page
+    assert clients.failed("pfeddc", "48") == (10, 240)
+    assert clients.failed("promptfl", "48") == (1, 240)
 
 
 def shot_gaps(page: str) -> list[list[str]]:
@@ -241,6 +253,7 @@ def test_private_layers_are_compared_with_fedavg_by_epsilon() -> None:
         "frozen/epochs1",
         "frozen/tinyimagenet",
         "pretrained/ohsumed-recipe",
+        "private/layers",
         "safl2/centralized",
     ],
 )
