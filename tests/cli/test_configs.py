@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 from shell import Shell
 
+from partita import methods
 from partita.core.rng import Key
-from partita.data.synthetic_files import write_notes, write_pictures
+from partita.data.synthetic_files import write_notes, write_pictures, write_scenes
 from partita.experiment import runner
+from partita.experiment.builder import build
 from partita.experiment.config import headings, load
 from partita.models.tiny_encoder import write_tiny_encoder
+from partita.models.tiny_segformer import write_tiny_segformer
 
 SECRET = "Jane Roe was seen for a broken heart, and the whole of this note must stay inside"
 
@@ -140,6 +143,32 @@ def test_init_fills_in_what_the_data_says_and_the_config_runs(run_partita: Shell
     assert code == 1
     assert "experiment.toml exists already; move it away, or name another file with --out" in err
     assert (tmp_path / "experiment.toml").read_text() == text
+
+
+@pytest.mark.parametrize("method", [*methods.INDEX, "fedper+scaffold"])
+def test_init_writes_a_config_that_can_be_built_for_every_method(
+    method: str, run_partita: Shell, tmp_path: Path
+) -> None:
+    assert run_partita("init", "--data", "digits", "--clients", "2", "--method", method)[0] == 0
+    build(load(tmp_path / "experiment.toml"))
+
+
+def test_methods_for_sgd_are_those_that_refuse_adamw() -> None:
+    refusing = [name for name in methods.INDEX if not methods.build(name).supports_optimizer("adamw")]
+    assert sorted(refusing) == sorted(methods.NEEDS_SGD)
+
+
+def test_init_decays_the_rates_of_a_pretrained_image_model_and_the_config_runs(
+    run_partita: Shell, tmp_path: Path
+) -> None:
+    write_scenes(tmp_path / "scenes", Key(0))
+    write_tiny_segformer(tmp_path / "model", Key(0))
+    given = ["--data", "scenes", "--model", "model", "--clients", "2"]
+    for method, rate in {"fedavg": {"lr": 1e-4, "layer_decay": 0.75}, "lora": {"lr": 1e-3}}.items():
+        assert run_partita("init", *given, "--method", method, "--out", f"{method}.toml")[0] == 0
+        written = tomllib.loads((tmp_path / f"{method}.toml").read_text())["training"]
+        assert written == {"optimizer": "adamw", **rate, "batch_size": 16, "epochs": 1}
+        assert run_partita("run", "--config", f"{method}.toml", "--set", "rounds=1", "--set", "data.size=32")[0] == 0
 
 
 def test_init_without_answers_says_its_defaults_and_runs(run_partita: Shell, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from partita.data.synthetic_files import (
 )
 from partita.experiment.config import ConfigError, headings, parse
 from partita.experiment.reference import about, keys_under
-from partita.methods import NEEDS_DUAL_ENCODER
+from partita.methods import NEEDS_DUAL_ENCODER, NEEDS_FACTORS, NEEDS_SGD
 
 EXAMPLES = ("chat", "clinical", "dates", "digits", "language_model", "prompts", "scenes", "statements", "ten_thousand")
 # Folders that an example's config names, which are written with it.
@@ -81,15 +81,29 @@ def config_for(
     split: dict[str, Any] = {"name": "iid", "clients": clients or CLIENTS}
     if by_site and findings is not None:
         split = {"name": "by_column", "column": findings.site}
-    pretrained = model is not None or not image or data["name"] in DEFAULT_MODELS
+    parts = method.split("+")
+    if "lora" not in parts and any(part in NEEDS_FACTORS for part in parts):
+        parts = ["lora", *parts]
+    table = _model(data["name"], model, image, parts)
     return {
         "rounds": 10,
         "data": data,
         "split": split,
-        "model": _model(data["name"], model, image, method),
-        "training": {"optimizer": "adamw", "lr": 5e-5 if pretrained else 1e-3, "batch_size": 16, "epochs": 1},
-        "method": {"name": method},
+        "model": table,
+        "training": {**_optimizer(table["name"] == "pretrained", image, parts), "batch_size": 16, "epochs": 1},
+        "method": {"name": "+".join(parts)},
     }
+
+
+def _optimizer(pretrained: bool, image: bool, methods: Sequence[str]) -> dict[str, Any]:
+    """Return what studies/recipe and studies/baselines found to be a good start."""
+    if any(part in NEEDS_SGD for part in methods):
+        return {"optimizer": "sgd", "lr": 0.01 if pretrained else 0.03}
+    if not pretrained or "lora" in methods or "flora" in methods:
+        return {"optimizer": "adamw", "lr": 1e-3}
+    if image:  # without layer decay, such a rate destroys what the lower layers know
+        return {"optimizer": "adamw", "lr": 1e-4, "layer_decay": 0.75}
+    return {"optimizer": "adamw", "lr": 5e-5}
 
 
 def _data(findings: Findings, model: str | None, longest: int | None) -> dict[str, Any]:
@@ -114,8 +128,8 @@ def _image_size(model: str) -> int:
     return int(size[0] if isinstance(size, list) else size)
 
 
-def _model(task: str, path: str | None, image: bool, method: str) -> dict[str, Any]:
-    if any(part in NEEDS_DUAL_ENCODER for part in method.split("+")):
+def _model(task: str, path: str | None, image: bool, methods: Sequence[str]) -> dict[str, Any]:
+    if any(part in NEEDS_DUAL_ENCODER for part in methods):
         return {"name": "clip", **({"path": path} if path else {"shape": "tiny"})}
     if path is None and image and task not in DEFAULT_MODELS:
         return {"name": "vit", "layers": 2, "width": 64, "patch": 4 if task in BUILT_IN else 8}

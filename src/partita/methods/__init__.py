@@ -70,6 +70,9 @@ NEEDS_DUAL_ENCODER = ("pfeddc", "promptfl", "vpfl", "coop", "fedotp", "fedpgp", 
 # These methods accept only a model with low-rank factors: `[model.adapter]`, or the method "lora" before them.
 NEEDS_FACTORS = ("ffa-lora", "fedsa-lora")
 
+# These methods are derived for plain SGD and refuse AdamW.
+NEEDS_SGD = ("scaffold", "fednova", "apfl", "pfedme")
+
 # Supported compositions: the conformance tests run each of them. Other compositions may work and are not rejected.
 COMPOSITIONS = (
     "fedfrozen+fedprox",
