@@ -55,6 +55,8 @@ class Job:
         stale: The names of `params` that must travel; the client already holds the others.
         slots: The slots from `ServerRule.send`, restricted to `plan.train`.
         signal: The result of `ServerRule.signal`.
+        personal_epochs: Epochs for which the client trains what it keeps, on a copy, before an evaluation. For clients
+            that take no part. They are simulated, so this is in no message.
     """
 
     round: int
@@ -63,6 +65,7 @@ class Job:
     stale: Names
     slots: Slots = field(default_factory=dict)
     signal: Mapping[str, float] = field(default_factory=dict)
+    personal_epochs: int = 0
 
 
 @dataclass(frozen=True)
@@ -254,6 +257,19 @@ def _check_start(run: Run, rule: ClientRule, values: Tensors, ctx: Context) -> N
             )
 
 
+def phases_before_test(run: Run, model: Model, job: Job) -> tuple[Phase, ...]:
+    """Return what a client trains on a copy of its model before an evaluation; empty if nothing.
+
+    First the parameters that it keeps and trains in this round, if the job asks for that, then `Method.adapt`.
+    """
+    adapt = run.method.adapt(model) if run.method.adapt else ()
+    if not job.personal_epochs:
+        return adapt
+    plan = plan_for(run.method.plan, model, round_info_of(run, job))
+    personal = plan.keep & plan.train
+    return (Phase(personal, job.personal_epochs), *adapt) if personal else adapt
+
+
 def adaptation_round(
     run: Run, model: Model, job: Job, state: ClientState, examples: Examples, phases: tuple[Phase, ...]
 ) -> ClientRound:
@@ -268,7 +284,7 @@ def adaptation_round(
         job: The server's job, with the parameters to start from.
         state: The client's state, with the parameters that it keeps.
         examples: The client's training examples.
-        phases: What to train; `Method.adapt` of the model.
+        phases: What to train; see `phases_before_test`.
 
     Raises:
         ClientError: If the client has no examples.

@@ -50,8 +50,8 @@ class Training:
         class_weights: The weight of each class in the loss, by index; empty for equal weights. As in torch, the loss of
             a batch is divided by the sum of the weights of its targets.
         augment: The augmentations of training images, in order.
-        adapt_lr: The learning rate with which clients adapt their models before a personalized evaluation. It has no
-            schedule. None: `lr`.
+        adapt_lr: The learning rate with which clients train before a personalized evaluation: `Method.adapt`, and what
+            `Job.personal_epochs` asks for. It has no schedule. None: `lr`.
         group_by_length: Whether the batches of an epoch hold texts of similar lengths, which need less padding.
         dropout: Whether the model's dropout is active in training. Its rates are those of the model.
 

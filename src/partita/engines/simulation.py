@@ -21,6 +21,7 @@ from partita.core.client import (
     client_model,
     client_params,
     finish_round,
+    phases_before_test,
 )
 from partita.core.data import EvaluateOn, Examples, NewClasses, Population, TableExamples
 from partita.core.model import Model, logits_and_losses
@@ -116,17 +117,24 @@ class SimulationEngine:
         """
         base = self.model.for_classes(on.classes) if isinstance(on, NewClasses) else self.model
         for chunk in chunks(jobs, self.block):
-            full = [self._all_params(job) for job in chunk]
-            if self.run.method.adapt:
-                # Plain training: the method's client rules apply to its own rounds only.
-                plain = replace(self.run, method=replace(self.run.method, client_rules=(), carry_optimizer=False))
-                trials = [self._adaptation(job, self.run.method.adapt(self.model)) for job in chunk]
-                adapted = self._launch(plain, trials)()
-                full = [{**params, **own.params} for params, own in zip(full, adapted, strict=True)]
-            for job, params in zip(chunk, full, strict=True):
+            for job, params in zip(chunk, self._params_to_test(chunk), strict=True):
                 examples = self._examples(job.client, on)
                 model = client_model(self.run, base, job)
                 yield job.client, score(model, model.personal(params), examples, self.evaluator, self.forward)
+
+    def _params_to_test(self, jobs: Sequence[Job]) -> list[Tensors]:
+        """Return all parameters of each client's model, after what it trains before a test."""
+        full = [self._all_params(job) for job in jobs]
+        phases = [phases_before_test(self.run, self.model, job) for job in jobs]
+        places = [place for place, own in enumerate(phases) if own]
+        if not places:
+            return full
+        # Plain training: the method's client rules apply to its own rounds only.
+        plain = replace(self.run, method=replace(self.run.method, client_rules=(), carry_optimizer=False))
+        adapted = self._launch(plain, [self._adaptation(jobs[place], phases[place]) for place in places])()
+        for place, own in zip(places, adapted, strict=True):
+            full[place] = {**full[place], **own.params}
+        return full
 
     def _examples(self, client: str, on: EvaluateOn) -> Examples:
         if isinstance(on, NewClasses):

@@ -171,6 +171,7 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
     evaluator = with_generation(task.kind.evaluator(task.classes), wanted.max_new_tokens, wanted.generate_examples)
     evaluator = with_own_metrics(evaluator, wanted.metrics)
     early_stopping.check(config, evaluator, federation, guard)
+    _check_unseen(config, run, model, federation)
     check_samples(config, run, model, task, federation.clients[0])
     subgroups = find_groups(task, config.evaluate.subgroups)
     return Experiment(
@@ -396,6 +397,28 @@ def _check_plan(run: Run, model: Model, client: str) -> None:
         parameter_groups(run.training, model, plan.train)
     if run.method.adapt:
         run.method.adapt(model)
+
+
+def _check_unseen(config: Config, run: Run, model: Model, federation: Federation) -> None:
+    epochs = config.evaluate.unseen_epochs
+    if not epochs:
+        return
+    if not federation.unseen:
+        raise RunError(
+            f"evaluate.unseen_epochs is {epochs}, but all clients take part; set split.unseen, or leave it out"
+        )
+    if run.method.pool:
+        raise RunError(
+            f"evaluate.unseen_epochs is {epochs}, but {run.method.name} sends its model to nobody, so a client that "
+            "takes no part has nothing to start from; leave it out"
+        )
+    if model.personal(model.initial) is not model.initial:
+        # Copies and caches: the loss of plain training does not read them, so they have no gradient.
+        raise RunError(
+            f"evaluate.unseen_epochs is {epochs}, but clients of {run.method.name} are tested with a copy or a cache "
+            "that only the method's own rounds fill; leave it out, or use a method that keeps a part of the model, "
+            "such as fedper"
+        )
 
 
 def _warn_shared_groups(federation: Federation, column: str | None) -> None:

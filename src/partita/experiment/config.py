@@ -117,8 +117,8 @@ class TrainingConfig:
     )
     adapt_lr: Annotated[
         Positive | None,
-        "learning rate, without a schedule, for methods that fine-tune a client's model before its personal test; `lr` "
-        "if left out",
+        "learning rate, without a schedule, for methods that fine-tune a client's model before its personal test, and "
+        "for `evaluate.unseen_epochs`; `lr` if left out",
     ] = None
     schedule_warmup: Annotated[Whole, "rounds of linear learning rate warm-up"] = 0
     schedule_floor: Annotated[Share, "`cosine` and `linear` end at this fraction of the learning rate"] = 0.0
@@ -240,6 +240,11 @@ class EvaluateConfig:
     validation_metric: Annotated[
         str | None, "metric on validation that [stop] and the best checkpoint go by; left out: the task's own"
     ] = None
+    unseen_epochs: Annotated[
+        Whole,
+        "epochs for which a client that takes no part (`split.unseen`) trains its personal parameters before its test; "
+        "the shared ones do not change; 0: it is tested with their initial values",
+    ] = 0
     max_clients: Annotated[Count, "maximum number of clients evaluated; they are drawn once per run"] = 100
     drift: Annotated[bool, "measure client drift in every round"] = True
     max_new_tokens: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -227,9 +227,10 @@ def evaluate_round(
     if due.personal_every and _may_report(experiment) and (last or (result.number + 1) % due.personal_every == 0):
         personal = _by_metric(engine.evaluate(jobs()))
         if federation.unseen:
-            # They have no state, so a model with personal parameters has their initial values.
+            # They have no state, so personal parameters have their initial values before the epochs of their own.
             unseen = early_stopping.evaluated_clients(experiment.config, federation.unseen)
-            more["unseen"] = _by_metric(engine.evaluate(_jobs(experiment, result, unseen)))
+            unseen_jobs = (replace(job, personal_epochs=due.unseen_epochs) for job in _jobs(experiment, result, unseen))
+            more["unseen"] = _by_metric(engine.evaluate(unseen_jobs))
     return {"test": test, "personal": personal, **more}
 
 

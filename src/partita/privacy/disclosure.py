@@ -118,8 +118,8 @@ ROW: Mapping[str, Quantity] = {
     "unseen": Quantity(
         "named",
         "withheld",
-        "scores of noised models on the test sets of clients that take no part: their examples are not covered; "
-        "leave split.unseen out to disable these tests",
+        "scores of noised models on the test sets of clients that take no part: their examples are not covered, and "
+        "evaluate.unseen_epochs trains on them without noise; leave split.unseen out to disable these tests",
     ),
     "privacy": Quantity(
         "public", "public", "epsilon is computed from public numbers, and the signal from noised values"
