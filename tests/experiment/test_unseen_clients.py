@@ -92,7 +92,18 @@ def test_unseen_clients_are_tested_but_never_train(tmp_path: Path) -> None:
     assert "Unseen clients" in page([load_run(tmp_path / "run")], tmp_path / "page.html").read_text()
 
 
-@pytest.mark.parametrize("method", ["fedper", "fedbabu", "centralized"])
+def test_a_central_model_is_tested_on_unseen_clients_as_it_was_trained(tmp_path: Path) -> None:
+    settings = parse(config("centralized"))
+    [row] = start(settings, tmp_path / "run")
+    experiment = build(settings)
+    model, params = load_recorded(tmp_path / "run").model()
+    for client in experiment.federation.unseen:
+        trained, initial = (score(model, own, experiment.federation[client].test) for own in (params, model.initial))
+        assert row["unseen"]["loss"][client] == pytest.approx(trained["loss"])
+        assert trained["loss"] != pytest.approx(initial["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["fedper", "fedbabu"])
 def test_personal_parts_of_unseen_clients_have_their_initial_values(method: str, tmp_path: Path) -> None:
     raw = config(method)
     if method == "fedper":

@@ -123,10 +123,9 @@ def test_without_unseen_clients_there_is_nobody_to_train(method: str) -> None:
         build(parse(config(method, 5, unseen=None)))
 
 
-def test_a_central_model_reaches_no_unseen_client() -> None:
-    wanted = r"evaluate\.unseen_epochs is 5, but centralized sends its model to nobody, so .*; leave it out"
-    with pytest.raises(RunError, match=wanted):
-        build(parse(config("centralized", 5)))
+def test_a_central_model_is_the_same_for_all_with_and_without_epochs(tmp_path: Path) -> None:
+    trained, plain = (play(tmp_path / str(epochs), config("centralized", epochs)) for epochs in (4, 0))
+    assert without_times(trained) == without_times(plain)
 
 
 @pytest.mark.parametrize(

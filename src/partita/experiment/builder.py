@@ -407,11 +407,6 @@ def _check_unseen(config: Config, run: Run, model: Model, federation: Federation
         raise RunError(
             f"evaluate.unseen_epochs is {epochs}, but all clients take part; set split.unseen, or leave it out"
         )
-    if run.method.pool:
-        raise RunError(
-            f"evaluate.unseen_epochs is {epochs}, but {run.method.name} sends its model to nobody, so a client that "
-            "takes no part has nothing to start from; leave it out"
-        )
     if model.personal(model.initial) is not model.initial:
         # Copies and caches: the loss of plain training does not read them, so they have no gradient.
         raise RunError(

@@ -227,11 +227,24 @@ def evaluate_round(
     if due.personal_every and _may_report(experiment) and (last or (result.number + 1) % due.personal_every == 0):
         personal = _by_metric(engine.evaluate(jobs()))
         if federation.unseen:
-            # They have no state, so personal parameters have their initial values before the epochs of their own.
-            unseen = early_stopping.evaluated_clients(experiment.config, federation.unseen)
-            unseen_jobs = (replace(job, personal_epochs=due.unseen_epochs) for job in _jobs(experiment, result, unseen))
-            more["unseen"] = _by_metric(engine.evaluate(unseen_jobs))
+            more["unseen"] = _by_metric(_unseen_scores(experiment, engine, result))
     return {"test": test, "personal": personal, **more}
+
+
+def _unseen_scores(
+    experiment: Experiment, engine: Engine, result: RoundResult
+) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """Yield `(client, scores)` of clients that take no part, on their own test sets."""
+    federation, epochs = experiment.federation, experiment.config.evaluate.unseen_epochs
+    unseen = early_stopping.evaluated_clients(experiment.config, federation.unseen)
+    if experiment.run.method.pool:
+        # There is one model, and the client with the pooled data holds it.
+        for client in unseen:
+            scored = engine.evaluate(_jobs(experiment, result, list(engine.clients())), federation[client].test)
+            yield from ((client, scores) for _, scores in scored)
+        return
+    # They have no state, so personal parameters have their initial values before the epochs of their own.
+    yield from engine.evaluate(replace(job, personal_epochs=epochs) for job in _jobs(experiment, result, unseen))
 
 
 def _confused_classes(task: Task) -> int:
