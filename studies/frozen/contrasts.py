@@ -1,6 +1,7 @@
 """Test the hypotheses about a study, and describe the drift of its clients, as Markdown.
 
     PYTHONPATH=src:studies python studies/frozen/contrasts.py digits-seeds
+    PYTHONPATH=src:studies python studies/frozen/contrasts.py digits-value
     PYTHONPATH=src:studies python studies/frozen/contrasts.py cifar100-long
 
 `play.py table` has differences of scores to `never`, which is FedAvg. Here are also those of spreads, between two
@@ -24,7 +25,7 @@ from playing.tables import Row, p_text, summarize
 from partita.report.comparison import Difference
 from partita.report.tables import holm, paired_difference
 
-DIGITS = "digits-seeds"
+DIGITS, VALUE = "digits-seeds", "digits-value"
 THREE, ORDERS, KEPT, TEN = (
     "labels, 3 clients",
     "orders, 3 clients",
@@ -83,9 +84,9 @@ def text(found: Difference, digits: int) -> str:
     return signed.replace("-", "−")
 
 
-def hypotheses(rows: Rows) -> str:
-    """Return a table of the hypotheses' differences, with Holm's correction over all of them."""
-    tests = {
+def seed_tests(rows: Rows) -> dict[str, Difference]:
+    """Return the differences of the hypotheses about `digits-seeds.toml`."""
+    return {
         "1. spread, 0.3, labels, 3 clients": difference(rows[THREE]["0.3"].spreads, rows[THREE]["never"].spreads),
         "2. spread, 0.3, labels, 10 clients": difference(rows[TEN]["0.3"].spreads, rows[TEN]["never"].spreads),
         "3. accuracy, 0.3, labels, three clients less ten": difference(
@@ -95,6 +96,28 @@ def hypotheses(rows: Rows) -> str:
         "5. accuracy, 0.5, labels, 3 clients": difference(rows[THREE]["0.5"].means, rows[THREE]["never"].means),
         "5. accuracy, 0.5, orders, 3 clients": difference(rows[ORDERS]["0.5"].means, rows[ORDERS]["never"].means),
     }
+
+
+def value_tests(rows: Rows) -> dict[str, Difference]:
+    """Return the differences of the hypotheses about `digits-value.toml`."""
+    labels, orders = rows[THREE], rows[ORDERS]
+    return {
+        "1. spread, 0.5, value, labels": difference(labels["0.5, value"].spreads, labels["never"].spreads),
+        "1. spread, 0.5, value, orders": difference(orders["0.5, value"].spreads, orders["never"].spreads),
+        "2. accuracy, 0.5, value, labels": difference(labels["0.5, value"].means, labels["never"].means),
+        "3. accuracy, 0.8, value, labels": difference(labels["0.8, value"].means, labels["never"].means),
+        "3. accuracy, 0.8, value, orders": difference(orders["0.8, value"].means, orders["never"].means),
+        "4. accuracy, 0.5, orders": difference(orders["0.5"].means, orders["never"].means),
+        "5. accuracy, 0.8, value, to 0.8, labels": difference(labels["0.8, value"].means, labels["0.8"].means),
+        "5. accuracy, 0.8, value, to 0.8, orders": difference(orders["0.8, value"].means, orders["0.8"].means),
+    }
+
+
+TESTS = {DIGITS: seed_tests, VALUE: value_tests}
+
+
+def hypotheses(tests: Mapping[str, Difference]) -> str:
+    """Return a table of the hypotheses' differences, with Holm's correction over all of them."""
     corrected = holm([found.p or 0.0 for found in tests.values()])
     table = ["| difference to `never` | points, paired [95%] | p | p (Holm) |", "|---|--:|--:|--:|"]
     for (what, found), p in zip(tests.items(), corrected, strict=True):
@@ -161,7 +184,9 @@ def rise(study: Study, lines: Sequence[Line], rows: Rows) -> str:
 
 def page_tables(study: Study, lines: Sequence[Line], rows: Rows) -> list[str]:
     """Return the tables of the page."""
-    tested = hypotheses(rows) if study.name == DIGITS else rise(study, lines, rows)
+    tested = hypotheses(TESTS[study.name](rows)) if study.name in TESTS else rise(study, lines, rows)
+    if study.name == VALUE:
+        return [tested, spreads(study, lines, rows), between(rows, "0.5, value", "0.5")]
     compared = [between(rows, "0.3", "0.3, random set"), between(rows, "0.5", "0.3")]
     return [tested, spreads(study, lines, rows), *compared, drift(lines, rows)]
 

@@ -73,6 +73,8 @@ def test_tables_of_the_page_follow_from_the_lines(name: str) -> None:
         "frozen/tinyimagenet",
         "frozen/digits",
         "frozen/digits-seeds",
+        "frozen/digits-scope",
+        "frozen/digits-value",
         "frozen/digits-baselines",
         "pretrained/ohsumed-recipe",
         "prompts/clip/office-clients",
@@ -142,6 +144,18 @@ def test_scores_and_differences_of_all_methods_follow_from_the_lines() -> None:
         assert f"| `{arm}` − `{baseline}`, {where} | {difference} | {p} |" in page
 
 
+def test_spreads_of_scopes_follow_from_the_lines() -> None:
+    study = read_study(STUDIES / "frozen" / "digits-scope.toml")
+    page = (study.file.parent / "README.md").read_text().replace("−", "-")
+    for arm in ("0.5, value", "0.8, value"):
+        found = []
+        for point in study.points():
+            own = {row.arm: row.spreads for row in summarize(study, read_runs(study, "run"), point)}
+            gap = paired_difference([(own["never"][seed], own[arm][seed]) for seed in study.seeds])
+            found.append(f"{100 * gap.mean:+.2f} [{100 * gap.low:.2f}, {100 * gap.high:.2f}]")
+        assert ", ".join(found) in page
+
+
 @pytest.mark.parametrize("name", ["cifar100", "epochs20", "orders", "digits"])
 def test_spreads_of_the_page_are_compared_on_the_same_seeds(name: str) -> None:
     study = read_study(STUDIES / "frozen" / f"{name}.toml")
@@ -175,12 +189,12 @@ def test_contrasts_of_digits_follow_from_the_lines() -> None:
     assert all(arms["auto"] == arms["never"] for arms in points)
 
 
-@pytest.mark.parametrize("name", ["digits-seeds", "cifar100-long"])
-def test_contrasts_of_frozen_kernels_follow_from_the_lines(name: str) -> None:
+@pytest.mark.parametrize(("name", "count"), [("digits-seeds", 5), ("digits-value", 3), ("cifar100-long", 5)])
+def test_contrasts_of_frozen_kernels_follow_from_the_lines(name: str, count: int) -> None:
     contrasts = load_script("frozen/contrasts")
     page = (STUDIES / "frozen" / "README.md").read_text()
     found = contrasts.page_tables(*contrasts.read(name))
-    assert len(found) == 5
+    assert len(found) == count
     assert all(table in page for table in found)
 
 
