@@ -75,6 +75,7 @@ def test_tables_of_the_page_follow_from_the_lines(name: str) -> None:
         "frozen/digits-seeds",
         "frozen/digits-scope",
         "frozen/digits-value",
+        "frozen/digits-decay",
         "frozen/digits-baselines",
         "pretrained/ohsumed-recipe",
         "prompts/clip/office-clients",
@@ -142,6 +143,20 @@ def test_scores_and_differences_of_all_methods_follow_from_the_lines() -> None:
         _, _, _, difference, p, *_ = cells(on, baseline)[arm]
         where = "central test" if on == "test" else "own tests"
         assert f"| `{arm}` − `{baseline}`, {where} | {difference} | {p} |" in page
+
+
+def test_a_late_freeze_is_compared_with_a_falling_rate() -> None:
+    study = read_study(STUDIES / "frozen" / "digits-decay.toml")
+    page = (study.file.parent / "README.md").read_text().replace("−", "-")
+    for frozen, falling, joint in (
+        ("0.8, value", "never, a tenth of the rate", ", "),
+        ("0.8, value, cosine", "never, cosine", "; orders "),
+    ):
+        found = []
+        for point in study.points():
+            own = {row.arm: row.means for row in summarize(study, read_runs(study, "run"), point)}
+            found.append(gap_text(paired_difference([(own[falling][seed], own[frozen][seed]) for seed in study.seeds])))
+        assert joint.join(found) in page
 
 
 def test_spreads_of_scopes_follow_from_the_lines() -> None:
