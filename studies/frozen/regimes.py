@@ -79,6 +79,9 @@ BETWEEN = (
 )
 
 
+DIGITS = ("digits", "digits-seeds", "digits-scope", "digits-value")  # the same config, and no seed twice
+
+
 def differences(setting: Setting) -> list[Difference | None]:
     """Return the difference of each warm-up to never freezing; None if it has no two runs."""
     rows = setting.rows()
@@ -97,11 +100,27 @@ def overview() -> str:
     return "\n".join(lines)
 
 
-def gaps(setting: Setting) -> dict[int, float]:
-    """Return by seed how far a warm-up of 0.3 is above never freezing."""
+def gaps(setting: Setting, arm: str = "0.3") -> dict[int, float]:
+    """Return by seed how far a warm-up is above never freezing; empty if the study does not have it."""
     rows = setting.rows()
-    frozen, never = rows["0.3"].means, rows["never"].means
+    if arm not in rows:
+        return {}
+    frozen, never = rows[arm].means, rows["never"].means
     return {seed: frozen[seed] - never[seed] for seed in sorted(frozen.keys() & never.keys())}
+
+
+def all_digits() -> str:
+    """Return a table of the differences on digits over the seeds of all studies together."""
+    lines = ["| three clients, warm-up | points, paired [95%] | p | seeds |", "|---|--:|--:|--:|"]
+    for point in ("labels, 3 clients", "orders, 3 clients"):
+        for arm in ("0.3", "0.5"):
+            studies = [gaps(Setting("", study, point), arm) for study in DIGITS]
+            own = {seed: gap for found in studies for seed, gap in found.items()}
+            assert len(own) == sum(map(len, studies)), "two studies share a seed"
+            found = paired_difference([(0.0, gap) for gap in own.values()])
+            cells = [f"{point.partition(',')[0]}, {arm}", interval(found, ACCURACY), p_text(found.p), str(found.n)]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def between() -> str:
@@ -136,7 +155,7 @@ def draw(file: Path) -> None:
 
 
 def main() -> None:
-    print(f"{overview()}\n\n{between()}")
+    print(f"{overview()}\n\n{all_digits()}\n\n{between()}")
     draw(FOLDER / "regimes.svg")
 
 

@@ -217,6 +217,7 @@ def test_the_map_of_freezing_follows_from_the_lines() -> None:
     regimes = load_script("frozen/regimes")
     page = (STUDIES / "frozen" / "README.md").read_text()
     assert regimes.overview() in page
+    assert regimes.all_digits() in page
     assert regimes.between() in page
     known = [each for setting in regimes.SETTINGS for each in regimes.differences(setting) if each is not None]
     lost = [each for setting in regimes.SETTINGS if (each := regimes.differences(setting)[1]) and each.high < 0]
