@@ -123,6 +123,14 @@ def test_without_unseen_clients_there_is_nobody_to_train(method: str) -> None:
         build(parse(config(method, 5, unseen=None)))
 
 
+def test_without_tests_there_is_nothing_to_train_for() -> None:
+    raw = config("fedper", 5)
+    raw["evaluate"]["personal_every"] = 0
+    wanted = r"evaluate\.unseen_epochs is 5, but no client is tested .*; set evaluate\.personal_every above 0, or leave"
+    with pytest.raises(RunError, match=wanted):
+        build(parse(raw))
+
+
 def test_a_central_model_is_the_same_for_all_with_and_without_epochs(tmp_path: Path) -> None:
     trained, plain = (play(tmp_path / str(epochs), config("centralized", epochs)) for epochs in (4, 0))
     assert without_times(trained) == without_times(plain)

@@ -407,6 +407,11 @@ def _check_unseen(config: Config, run: Run, model: Model, federation: Federation
         raise RunError(
             f"evaluate.unseen_epochs is {epochs}, but all clients take part; set split.unseen, or leave it out"
         )
+    if not config.evaluate.personal_every:
+        raise RunError(
+            f"evaluate.unseen_epochs is {epochs}, but no client is tested on its own data; set "
+            "evaluate.personal_every above 0, or leave it out"
+        )
     if model.personal(model.initial) is not model.initial:
         # Copies and caches: the loss of plain training does not read them, so they have no gradient.
         raise RunError(
