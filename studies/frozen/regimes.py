@@ -77,8 +77,6 @@ BETWEEN = (
     ("2 clients", Setting("", "cohorts", 2), "6", Setting("", "cohorts", 6)),
     ("2 clients", Setting("", "cohorts", 2), "12", Setting("", "cohorts12", "12")),
 )
-
-
 DIGITS = ("digits", "digits-seeds", "digits-scope", "digits-value")  # the same config, and no seed twice
 
 
