@@ -20,10 +20,10 @@ import numpy as np
 from playing.choice import read_runs
 from playing.lines import Line
 from playing.study import Study, read_study
-from playing.tables import Row, p_text, summarize
+from playing.tables import Row, p_text, paired_by_seed, summarize
 
 from partita.report.comparison import Difference
-from partita.report.tables import holm, paired_difference
+from partita.report.tables import holm
 
 DIGITS, VALUE = "digits-seeds", "digits-value"
 THREE, ORDERS, KEPT, TEN = (
@@ -58,11 +58,6 @@ def lines_of(lines: Sequence[Line], setting: str, arm: str) -> list[Line]:
     return [line for line in lines if line["arm"] == arm and setting_of(line["point"]) == setting]
 
 
-def difference(after: Values, before: Values) -> Difference:
-    """Return the mean of after less before, over the seeds that both have."""
-    return paired_difference([(before[seed], after[seed]) for seed in sorted(set(after) & set(before))])
-
-
 def gaps(rows: Rows, setting: str, arm: str) -> dict[int, float]:
     """Return by seed how far an arm is above `never`."""
     after, before = rows[setting][arm].means, rows[setting]["never"].means
@@ -87,14 +82,14 @@ def text(found: Difference, digits: int) -> str:
 def seed_tests(rows: Rows) -> dict[str, Difference]:
     """Return the differences of the hypotheses about `digits-seeds.toml`."""
     return {
-        "1. spread, 0.3, labels, 3 clients": difference(rows[THREE]["0.3"].spreads, rows[THREE]["never"].spreads),
-        "2. spread, 0.3, labels, 10 clients": difference(rows[TEN]["0.3"].spreads, rows[TEN]["never"].spreads),
-        "3. accuracy, 0.3, labels, three clients less ten": difference(
+        "1. spread, 0.3, labels, 3 clients": paired_by_seed(rows[THREE]["0.3"].spreads, rows[THREE]["never"].spreads),
+        "2. spread, 0.3, labels, 10 clients": paired_by_seed(rows[TEN]["0.3"].spreads, rows[TEN]["never"].spreads),
+        "3. accuracy, 0.3, labels, three clients less ten": paired_by_seed(
             gaps(rows, THREE, "0.3"), gaps(rows, TEN, "0.3")
         ),
-        "4. accuracy, 0.3, labels, 10 clients": difference(rows[TEN]["0.3"].means, rows[TEN]["never"].means),
-        "5. accuracy, 0.5, labels, 3 clients": difference(rows[THREE]["0.5"].means, rows[THREE]["never"].means),
-        "5. accuracy, 0.5, orders, 3 clients": difference(rows[ORDERS]["0.5"].means, rows[ORDERS]["never"].means),
+        "4. accuracy, 0.3, labels, 10 clients": paired_by_seed(rows[TEN]["0.3"].means, rows[TEN]["never"].means),
+        "5. accuracy, 0.5, labels, 3 clients": paired_by_seed(rows[THREE]["0.5"].means, rows[THREE]["never"].means),
+        "5. accuracy, 0.5, orders, 3 clients": paired_by_seed(rows[ORDERS]["0.5"].means, rows[ORDERS]["never"].means),
     }
 
 
@@ -102,14 +97,14 @@ def value_tests(rows: Rows) -> dict[str, Difference]:
     """Return the differences of the hypotheses about `digits-value.toml`."""
     labels, orders = rows[THREE], rows[ORDERS]
     return {
-        "1. spread, 0.5, value, labels": difference(labels["0.5, value"].spreads, labels["never"].spreads),
-        "1. spread, 0.5, value, orders": difference(orders["0.5, value"].spreads, orders["never"].spreads),
-        "2. accuracy, 0.5, value, labels": difference(labels["0.5, value"].means, labels["never"].means),
-        "3. accuracy, 0.8, value, labels": difference(labels["0.8, value"].means, labels["never"].means),
-        "3. accuracy, 0.8, value, orders": difference(orders["0.8, value"].means, orders["never"].means),
-        "4. accuracy, 0.5, orders": difference(orders["0.5"].means, orders["never"].means),
-        "5. accuracy, 0.8, value, to 0.8, labels": difference(labels["0.8, value"].means, labels["0.8"].means),
-        "5. accuracy, 0.8, value, to 0.8, orders": difference(orders["0.8, value"].means, orders["0.8"].means),
+        "1. spread, 0.5, value, labels": paired_by_seed(labels["0.5, value"].spreads, labels["never"].spreads),
+        "1. spread, 0.5, value, orders": paired_by_seed(orders["0.5, value"].spreads, orders["never"].spreads),
+        "2. accuracy, 0.5, value, labels": paired_by_seed(labels["0.5, value"].means, labels["never"].means),
+        "3. accuracy, 0.8, value, labels": paired_by_seed(labels["0.8, value"].means, labels["never"].means),
+        "3. accuracy, 0.8, value, orders": paired_by_seed(orders["0.8, value"].means, orders["never"].means),
+        "4. accuracy, 0.5, orders": paired_by_seed(orders["0.5"].means, orders["never"].means),
+        "5. accuracy, 0.8, value, to 0.8, labels": paired_by_seed(labels["0.8, value"].means, labels["0.8"].means),
+        "5. accuracy, 0.8, value, to 0.8, orders": paired_by_seed(orders["0.8, value"].means, orders["0.8"].means),
     }
 
 
@@ -142,7 +137,7 @@ def spreads(study: Study, lines: Sequence[Line], rows: Rows) -> str:
         cells = []
         for by_arm in ({arm: row.spreads for arm, row in own.items()}, flat):
             cells.append(f"{100 * statistics.fmean(by_arm['never'].values()):.2f}")
-            cells += [text(difference(by_arm[arm], by_arm["never"]), 2) for arm in arms]
+            cells += [text(paired_by_seed(by_arm[arm], by_arm["never"]), 2) for arm in arms]
         table.append(f"| {setting} | {' | '.join(cells)} |")
     return "\n".join(table)
 
@@ -151,7 +146,7 @@ def between(rows: Rows, after: str, before: str) -> str:
     """Return a table of the difference between two arms, by setting."""
     table = [f"| `{after}` less `{before}` | points, paired [95%] | p |", "|---|--:|--:|"]
     for setting, own in rows.items():
-        found = difference(own[after].means, own[before].means)
+        found = paired_by_seed(own[after].means, own[before].means)
         table.append(f"| {setting} | {text(found, 1)} | {p_text(found.p)} |")
     return "\n".join(table)
 

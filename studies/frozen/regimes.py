@@ -13,7 +13,7 @@ from typing import Any
 from playing.choice import read_runs
 from playing.plots import MAP_LEGEND, draw_map
 from playing.study import Study, read_study
-from playing.tables import MISSING, Row, interval, p_text, summarize
+from playing.tables import MISSING, Row, interval, p_text, paired_by_seed, summarize
 
 from partita.report.comparison import Difference
 from partita.report.metric import metric_named
@@ -125,8 +125,7 @@ def between() -> str:
     """Return a table of how the difference of a warm-up of 0.3 changes from one setting to another."""
     lines = ["| 0.3 less never, in one setting less another | points, paired [95%] | p | seeds |", "|---|--:|--:|--:|"]
     for title, one, other_title, other in BETWEEN:
-        after, before = gaps(one), gaps(other)
-        found = paired_difference([(before[seed], after[seed]) for seed in sorted(after.keys() & before.keys())])
+        found = paired_by_seed(gaps(one), gaps(other))
         cells = [f"{title} less {other_title}", interval(found, ACCURACY), p_text(found.p), str(found.n)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

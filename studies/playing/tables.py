@@ -78,13 +78,14 @@ def summarize(
     if study.baseline not in rows:
         return list(rows.values())
     before = rows[study.baseline].means
-    differences = {
-        arm: paired_difference([(before[seed], row.means[seed]) for seed in sorted(row.means) if seed in before])
-        for arm, row in rows.items()
-        if arm != study.baseline
-    }
+    differences = {arm: paired_by_seed(row.means, before) for arm, row in rows.items() if arm != study.baseline}
     differences = corrected(differences)
     return [replace(row, difference=differences.get(arm)) for arm, row in rows.items()]
+
+
+def paired_by_seed(after: Mapping[int, float], before: Mapping[int, float]) -> Difference:
+    """Return the mean of after less before, over the seeds that both have."""
+    return paired_difference([(before[seed], after[seed]) for seed in sorted(after.keys() & before.keys())])
 
 
 def _row(study: Study, arm: str, lines: Sequence[Line], metric: Metric, part: str) -> Row:

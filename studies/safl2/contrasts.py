@@ -15,10 +15,9 @@ from pathlib import Path
 
 from playing.choice import read_runs
 from playing.study import read_study
-from playing.tables import interval, p_text, summarize
+from playing.tables import interval, p_text, paired_by_seed, summarize
 
 from partita.report.metric import metric_named
-from partita.report.tables import paired_difference
 
 MEAN = "mean of the pairs"
 CONTRASTS = {
@@ -104,8 +103,7 @@ def contrasts(scores: Scores, wanted: Iterable[tuple[str, str]], metric: str) ->
     scores, shown = with_references(scores), metric_named(metric)
     rows = ["| difference | points, paired [95%] | p | seeds |", "|---|--:|--:|--:|"]
     for after, before in wanted:
-        seeds = sorted(set(scores[after]) & set(scores[before]))
-        found = paired_difference([(scores[before][seed], scores[after][seed]) for seed in seeds])
+        found = paired_by_seed(scores[after], scores[before])
         rows.append(f"| `{after}` − `{before}` | {interval(found, shown)} | {p_text(found.p)} | {found.n} |")
     return "\n".join(rows)
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from playing.choice import read_runs
 from playing.lines import Line
 from playing.study import read_study
-from playing.tables import interval, p_text
+from playing.tables import interval, p_text, paired_by_seed
 
 from partita.report.metric import metric_named
-from partita.report.tables import paired_difference
 
 STUDY = read_study(Path(__file__).with_name("office-clients.toml"))
+RUNS = read_runs(STUDY, "run")
 ACCURACY = metric_named("accuracy")
 ARMS = ("promptfl", "pfeddc")
 LONG, QUARTER = "12, 50 rounds", "48, a quarter each round"
@@ -34,7 +34,7 @@ def scores(arm: str, setting: str, place: int = -1) -> dict[int, float]:
 
 def lines(arm: str, setting: str) -> list[Line]:
     """Return the runs of an arm in a setting, by seed."""
-    own = [line for line in read_runs(STUDY, "run") if (line["arm"], line["point"]["clients"]) == (arm, setting)]
+    own = [line for line in RUNS if (line["arm"], line["point"]["clients"]) == (arm, setting)]
     return sorted(own, key=lambda line: line["seed"])
 
 
@@ -45,7 +45,7 @@ def by_round() -> str:
     for arm in ARMS:
         means = [statistics.fmean(scores(arm, LONG, place).values()) for place in range(len(rounds))]
         early, late = scores(arm, LONG, rounds.index(20)), scores(arm, LONG)
-        gap = paired_difference([(early[seed], late[seed]) for seed in early])
+        gap = paired_by_seed(late, early)
         cells = [*(ACCURACY.text(mean) for mean in means), interval(gap, ACCURACY)]
         table.append(f"| `{arm}` | {' | '.join(cells)} |")
     return "\n".join(table)
@@ -56,8 +56,7 @@ def by_clients() -> str:
     table = ["| clients | method | points, paired [95%] | p |", "|---|---|--:|--:|"]
     for after, before in BETWEEN:
         for arm in ARMS:
-            one, other = scores(arm, after), scores(arm, before)
-            gap = paired_difference([(other[seed], one[seed]) for seed in other])
+            gap = paired_by_seed(scores(arm, after), scores(arm, before))
             table.append(f"| {after}, less {before} | `{arm}` | {interval(gap, ACCURACY)} | {p_text(gap.p)} |")
     return "\n".join(table)
 
