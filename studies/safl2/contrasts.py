@@ -52,6 +52,8 @@ CONTRASTS = {
         ("safl 10, agreed", "safl 5, agreed"),
         ("safl 20, agreed", "safl 10, agreed"),
         ("safl 20, agreed", "fedavg"),
+        ("lora, equal bytes", "safl 10, agreed"),
+        ("lora, equal bytes", "fedavg"),
     ],
     "ohsumed": [
         ("safl 10", "fedavg"),

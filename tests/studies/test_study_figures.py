@@ -71,6 +71,10 @@ def test_tables_of_the_page_follow_from_the_lines(name: str) -> None:
         "frozen/mild",
         "frozen/orders",
         "frozen/tinyimagenet",
+        "frozen/scope",
+        "frozen/baselines",
+        "frozen/ranges",
+        "frozen/clip",
         "frozen/digits",
         "frozen/digits-seeds",
         "frozen/digits-scope",
@@ -157,6 +161,27 @@ def test_a_late_freeze_is_compared_with_a_falling_rate() -> None:
             own = {row.arm: row.means for row in summarize(study, read_runs(study, "run"), point)}
             found.append(gap_text(paired_difference([(own[falling][seed], own[frozen][seed]) for seed in study.seeds])))
         assert joint.join(found) in page
+
+
+def test_the_late_freeze_on_photographs_is_compared_with_a_falling_rate() -> None:
+    study = read_study(STUDIES / "frozen" / "scope.toml")
+    page, runs = (study.file.parent / "README.md").read_text().replace("−", "-"), read_runs(study, "run")
+    [point] = study.points()
+    own = {row.arm: row.means for row in summarize(study, runs, point)}
+    falling = [(own["never, a tenth of the rate"][seed], own["0.8, value"][seed]) for seed in study.seeds]
+    assert f"`0.8, value` less it: {gap_text(paired_difference(falling))}" in page
+    assert own["auto"] == own["never"]
+
+    def at(arm: str, round: int) -> float:
+        return 100 * fmean(line["test"]["accuracy"][round - 1] for line in runs if line["arm"] == arm)
+
+    assert {tuple(line["test"]["rounds"]) for line in runs} == {tuple(range(1, 51))}
+    ends = [at(arm, 50) for arm in ("0.8, value", "never, a tenth of the rate", "never")]
+    value, falls, never = ends
+    assert f"from {at('never', 40):.1f} in round 40 to {value:.1f} in round 50" in page
+    assert f"or {falls:.1f} (a tenth of the rate), and to {never:.1f} without either" in page
+    early = [at("0.3, value", round) - at("never", round) for round in (18, 50)]
+    assert f"{early[0]:.1f} points above `never`, in round 50 it is {-early[1]:.1f} below" in page
 
 
 def test_spreads_of_scopes_follow_from_the_lines() -> None:
@@ -282,6 +307,10 @@ def test_private_layers_are_compared_with_fedavg_by_epsilon() -> None:
         "frozen/cifar100",
         "frozen/epochs1",
         "frozen/tinyimagenet",
+        "frozen/baselines",
+        "frozen/ranges",
+        "frozen/clip",
+        "frozen/ohsumed",
         "pretrained/ohsumed-recipe",
         "private/layers",
         "safl2/centralized",
