@@ -118,6 +118,10 @@ def _arguments() -> argparse.Namespace:
     if asked.command in ("tune", "run"):
         if asked.jobs < 1:
             parser.error(f"--jobs is {asked.jobs}; it must be at least 1")
+        if asked.jobs > (cores := os.cpu_count() or 1):
+            print(
+                f"warning: --jobs is {asked.jobs}, but there are {cores} cores; more runs are slower", file=sys.stderr
+            )
         if asked.minutes is not None and asked.minutes <= 0:
             parser.error(f"--minutes is {asked.minutes}; it must be above 0")
     return asked

@@ -113,8 +113,15 @@ def test_privacy_of_those_who_take_part_costs_the_same(tmp_path: Path) -> None:
     )
     assert trained.pop("unseen") != plain.pop("unseen")
     assert without_times([trained]) == without_times([plain])
-    hidden = config("fedper finetune", 4, privacy={"noise": 2.0, "unit": "client", "repeatable": True})
-    assert "unseen" not in play(tmp_path / "client", hidden)[-1]
+
+
+@pytest.mark.parametrize(("method", "unit"), [("fedper finetune", "client"), ("fedper", "example")])
+def test_scores_that_privacy_withholds_are_nothing_to_train_for(tmp_path: Path, method: str, unit: str) -> None:
+    private: dict[str, Any] = {"privacy": {"noise": 2.0, "unit": unit, "repeatable": True}}
+    wanted = r"evaluate\.unseen_epochs is 5, but the privacy guarantee withholds .*; leave it out, or set privacy\.unit"
+    with pytest.raises(RunError, match=wanted):
+        build(parse(config(method, 5, **private)))
+    assert "unseen" not in play(tmp_path, config(method, 0, **private))[-1]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto"])

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import play as cli
 import pytest
 from playing import work
 from playing.choice import Asked, plan
@@ -148,3 +149,17 @@ def test_a_run_without_a_table_checkpoint_writes_none(tmp_path: Path, monkeypatc
 
 def _never(*args: object, **kwargs: object) -> None:
     raise AssertionError("a checkpoint was written")
+
+
+@pytest.mark.parametrize(("cores", "warned"), [(3, True), (4, False)])
+def test_more_runs_than_cores_give_a_warning(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cores: int,
+    warned: bool,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("sys.argv", ["play.py", "run", str(write_study(tmp_path)), "--jobs", "4", "--dry-run"])
+    assert cli.main() == 0
+    assert (f"--jobs is 4, but there are {cores} cores" in capsys.readouterr().err) == warned
