@@ -414,8 +414,8 @@ def _check_unseen(config: Config, run: Run, model: Model, federation: Federation
         )
     if config.privacy is not None and (config.privacy.unit == "client" or run.method.adapt):
         raise RunError(
-            f"evaluate.unseen_epochs is {epochs}, but the privacy guarantee withholds the scores of clients' own models; "
-            "leave it out, or set privacy.unit to 'example' with a method that fits nothing for the test"
+            f"evaluate.unseen_epochs is {epochs}, but the privacy guarantee withholds the scores of clients' own "
+            "models; leave it out, or set privacy.unit to 'example' with a method that fits nothing for the test"
         )
     if model.personal(model.initial) is not model.initial:
         # Copies and caches: the loss of plain training does not read them, so they have no gradient.
