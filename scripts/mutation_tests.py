@@ -12,6 +12,7 @@ MUTATED = ("core", "training", "storage", "compression", "methods", "privacy", "
 LEFT_OUT = {
     "training/cuda_graphs.py": "it captures and replays programs of a GPU; a CPU never runs most of it",
     "core/__init__.py": "nothing in it",
+    "core/method_error.py": "nothing in it but an error",
     "compression/__init__.py": "nothing in it but an error",
     "privacy/__init__.py": "nothing in it",
     "secure_aggregation/__init__.py": "nothing in it but an explanation",
@@ -132,12 +133,15 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "training/ghost_kernels.py": ("tests/training/test_ghost_blocks.py",),
     "core/versions.py": ("tests/core/test_laws_of_small_parts.py",),
     "core/memory.py": ("tests/core/test_memory.py",),
-    "core/method.py": (
-        *DETAILS,
-        "tests/core/test_laws_of_small_parts.py",
-        "tests/core/test_rounds.py",
-        "tests/core/test_client_rounds.py",
-        "tests/training/test_dp_sgd.py",
+    **dict.fromkeys(
+        ("core/method.py", "core/client_rule.py", "core/update_transform.py", "core/server_rule.py", "core/compose.py"),
+        (
+            *DETAILS,
+            "tests/core/test_laws_of_small_parts.py",
+            "tests/core/test_rounds.py",
+            "tests/core/test_client_rounds.py",
+            "tests/training/test_dp_sgd.py",
+        ),
     ),
     "core/model.py": ("tests/core/test_model.py",),
     "core/optim.py": ("tests/core/test_optim.py",),

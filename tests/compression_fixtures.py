@@ -9,10 +9,10 @@ from helpers import Clients
 from torch import Tensor
 
 from partita.core import serialization
-from partita.core.method import UpdateTransform
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.core.update import Update
+from partita.core.update_transform import UpdateTransform
 from partita.testing.toy import ToyTransformer
 
 WIDE_MODEL = ToyTransformer(width=36, layers=2)  # its matrices have 1,296 numbers

@@ -15,11 +15,12 @@ from torch import Tensor
 from partita.core.batch_schedule import shuffled_batches
 from partita.core.client import Job
 from partita.core.data import ClientData, Examples
-from partita.core.method import Method, Server, ServerRule
+from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, RoundResult, rounds
+from partita.core.server_rule import Server, ServerRule
 from partita.core.settings import Run, Training
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import Aggregate, Update

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from partita.core.method import Server, ServerRule
 from partita.core.model import Model
 from partita.core.rng import Key
+from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Tensors
 from partita.core.update import Aggregate
 

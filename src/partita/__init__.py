@@ -15,27 +15,21 @@ if TYPE_CHECKING:
     from partita import data, methods, models
     from partita.core.averaging import average
     from partita.core.client import ClientError, ClientState, Job
+    from partita.core.client_rule import ClientRule, Context, LayerSelection, PrivacyRelease
+    from partita.core.compose import compose
     from partita.core.data import Batch, ClientData, Examples, Population
-    from partita.core.method import (
-        ClientRule,
-        Context,
-        LayerSelection,
-        Method,
-        MethodError,
-        PrivacyRelease,
-        Server,
-        ServerRule,
-        UpdateTransform,
-        compose,
-    )
+    from partita.core.method import Method
+    from partita.core.method_error import MethodError
     from partita.core.model import Model, Output
     from partita.core.optim import SGD, AdamW, Schedule
     from partita.core.plan import Phase, Plan, RoundInfo, share, share_everything
     from partita.core.rng import Key
     from partita.core.rounds import ClientFailure, Engine, RoundResult, rounds
+    from partita.core.server_rule import Server, ServerRule
     from partita.core.settings import Run, Training
     from partita.core.tensors import Mean, Names, Slots, Tensors
     from partita.core.update import Aggregate, Update
+    from partita.core.update_transform import UpdateTransform
     from partita.engines.availability import Availability
     from partita.engines.simulation import SimulationEngine
     from partita.evaluation import score
@@ -104,21 +98,14 @@ __all__ = [
 # Module -> its public names, the same as in the imports for type checkers above.
 _MODULES = {
     "testing.conformance": ["check_method"],
-    "core.method": [
-        "Aggregate",
-        "ClientRule",
-        "Context",
-        "LayerSelection",
-        "Method",
-        "MethodError",
-        "PrivacyRelease",
-        "Server",
-        "ServerRule",
-        "Update",
-        "UpdateTransform",
-        "average",
-        "compose",
-    ],
+    "core.method": ["Method"],
+    "core.method_error": ["MethodError"],
+    "core.client_rule": ["ClientRule", "Context", "LayerSelection", "PrivacyRelease"],
+    "core.update_transform": ["UpdateTransform"],
+    "core.server_rule": ["Server", "ServerRule"],
+    "core.compose": ["compose"],
+    "core.averaging": ["average"],
+    "core.update": ["Aggregate", "Update"],
     "core.data": ["Batch", "ClientData", "Examples", "Population"],
     "core.model": ["Model", "Output"],
     "core.optim": ["SGD", "AdamW", "Schedule"],

@@ -29,9 +29,10 @@ from torch import Tensor
 from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds, score
 from partita.core.batch_schedule import shuffled_batches
 from partita.core.data import Batch, ClientData, Examples
-from partita.core.method import Method, Server
+from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.rounds import initial_server
+from partita.core.server_rule import Server
 from partita.core.tensors import Tensors
 
 Numbers = NDArray[np.float64]

@@ -25,7 +25,8 @@ from partita.compression.prune import (
 )
 from partita.compression.quantize import SCALE, quantize
 from partita.core.client import ClientError, Job
-from partita.core.method import Method, compose
+from partita.core.compose import compose
+from partita.core.method import Method
 from partita.core.rng import Key
 from partita.core.rounds import RoundResult, rounds
 from partita.core.update import Update

@@ -26,9 +26,11 @@ from partita.compression.prune import MIN_ELEMENTS, TopKMagnitude, prune
 from partita.compression.quantize import Int8Quantizer, quantize
 from partita.core import tensors
 from partita.core.client import ClientError, ClientState, Job, begin_round, finish_round
+from partita.core.compose import compose
 from partita.core.data import Batch, ClientData
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import Method, MethodError, UpdateTransform, compose
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model, Output
 from partita.core.optim import Schedule
 from partita.core.rng import Key
@@ -36,6 +38,7 @@ from partita.core.rounds import initial_server, make_job, rounds
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import Aggregate, Update
+from partita.core.update_transform import UpdateTransform
 from partita.engines.availability import Availability
 from partita.engines.simulation import SimulationEngine
 from partita.methods import build

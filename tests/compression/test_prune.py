@@ -27,7 +27,10 @@ from partita.compression.prune import (
 )
 from partita.compression.quantize import quantize
 from partita.core import tensors
-from partita.core.method import Context, Method, MethodError, compose
+from partita.core.client_rule import Context
+from partita.core.compose import compose
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import ATTENTION
 from partita.core.plan import RoundInfo, plan_for, share_everything
 from partita.core.rng import Key

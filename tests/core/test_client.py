@@ -23,23 +23,17 @@ from partita.core.client import (
     begin_round,
     finish_round,
 )
+from partita.core.client_rule import ClientRule, Context, ForbiddenData, LayerSelection, PrivacyRelease
 from partita.core.data import Batch, Examples
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import (
-    ClientRule,
-    Context,
-    ForbiddenData,
-    LayerSelection,
-    Method,
-    MethodError,
-    PrivacyRelease,
-    UpdateTransform,
-)
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.plan import Phase, Plan, RoundInfo
 from partita.core.rng import Key
 from partita.core.settings import Run, RunError
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import DeltaFacts, Update
+from partita.core.update_transform import UpdateTransform
 
 MODEL = Line()
 W, B, BOTH = frozenset({"w"}), frozenset({"b"}), MODEL.all_names()

@@ -26,8 +26,10 @@ from torch import Tensor
 from partita.core import tensors
 from partita.core.batch_schedule import shuffled_batches
 from partita.core.client import ClientError, ClientState, Job, begin_round, finish_round
+from partita.core.client_rule import ClientRule, Context, LayerSelection
 from partita.core.data import Examples
-from partita.core.method import ClientRule, Context, LayerSelection, Method, MethodError, UpdateTransform
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model, Output
 from partita.core.optim import SGD, AdamW, Schedule
 from partita.core.plan import NO_NAMES, Phase, Plan, RoundInfo, share
@@ -36,6 +38,7 @@ from partita.core.rounds import initial_server, make_job, rounds
 from partita.core.settings import Run
 from partita.core.tensors import Names, Slots, Tensors
 from partita.core.update import Update
+from partita.core.update_transform import UpdateTransform
 from partita.engines.availability import Availability
 from partita.engines.simulation import SimulationEngine
 from partita.methods.centralized import centralized

@@ -20,10 +20,11 @@ from partita.core import tensors
 from partita.core.client import ClientError, ClientState, Job
 from partita.core.data import Examples
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import Method, Server, ServerRule
+from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.rounds import ClientFailure, RoundResult, initial_server, rounds
+from partita.core.server_rule import Server, ServerRule
 from partita.core.settings import Run, RunError
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import Aggregate, Update

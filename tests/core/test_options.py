@@ -11,7 +11,9 @@ from helpers import toy_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partita.core.method import ClientRule, Method, MethodError, UpdateTransform
+from partita.core.client_rule import ClientRule
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.optim import SGD
 from partita.core.options import (
     OptionError,
@@ -23,6 +25,7 @@ from partita.core.options import (
 from partita.core.plan import Phase, PlanError
 from partita.core.registry import find_function
 from partita.core.settings import RunError, Training
+from partita.core.update_transform import UpdateTransform
 from partita.methods import INDEX, build
 from partita.methods.fedavg import fedavg
 

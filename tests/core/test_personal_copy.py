@@ -9,7 +9,9 @@ from image_fixtures import small_vit
 
 from partita.core import tensors
 from partita.core.client import ClientState
-from partita.core.method import Method, MethodError, compose
+from partita.core.compose import compose
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model, TagError, layer_tag, role_tag
 from partita.core.personal_copy import PlanWithCopy, add_personal_copy, copy_name, personal_values
 from partita.core.plan import Phase, Plan, PlanError, RoundInfo, plan_for

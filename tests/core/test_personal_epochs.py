@@ -13,10 +13,12 @@ from method_options import BRIEF
 from partita.core import tensors
 from partita.core.batch_schedule import shuffled_batches
 from partita.core.client import ClientState, adaptation_round, phases_before_test
-from partita.core.method import Method, Server, compose
+from partita.core.compose import compose
+from partita.core.method import Method
 from partita.core.plan import Phase
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job
+from partita.core.server_rule import Server
 from partita.core.settings import Run
 from partita.core.tensors import Names, Tensors
 from partita.engines import simulation

@@ -15,25 +15,20 @@ from torch import Tensor
 
 from partita.core import serialization, tensors
 from partita.core.client import ClientError, ClientRound, Job, LocalResult
+from partita.core.client_rule import ClientRule, Context, LayerSelection
 from partita.core.data import Examples
-from partita.core.method import (
-    ClientRule,
-    Context,
-    LayerSelection,
-    Method,
-    MethodError,
-    Server,
-    ServerRule,
-    UpdateTransform,
-)
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.optim import AdamW
 from partita.core.plan import Plan, RoundInfo, share, share_everything
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, RoundResult, initial_server, make_job, rounds
+from partita.core.server_rule import Server, ServerRule
 from partita.core.settings import Run, RunError
 from partita.core.tensors import Names, Slots, Tensors
 from partita.core.update import Aggregate, Update
+from partita.core.update_transform import UpdateTransform
 from partita.engines.availability import Availability
 from partita.engines.dry_run import DryRunEngine
 from partita.engines.simulation import SimulationEngine

@@ -10,7 +10,7 @@ import pytest
 from helpers import toy_run
 
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import MethodError
+from partita.core.method_error import MethodError
 from partita.core.optim import SGD, AdamW, Schedule
 from partita.core.rng import Key
 from partita.core.sampling import Uniform

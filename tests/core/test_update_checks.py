@@ -13,8 +13,9 @@ import torch
 from helpers import toy_model, toy_run
 from torch import Tensor
 
+from partita.core.client_rule import ClientRule, Context, LayerSelection
 from partita.core.data import Examples
-from partita.core.method import ClientRule, Context, LayerSelection, Method, UpdateTransform
+from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.packed import PackedTensors, layout_for
 from partita.core.plan import Phase, Plan, RoundInfo
@@ -31,6 +32,7 @@ from partita.core.update_checks import (
     readable,
     shorten,
 )
+from partita.core.update_transform import UpdateTransform
 from partita.methods.fedavg import fedavg
 from partita.methods.scaffold import scaffold
 from partita.privacy.client_level import protect_clients

@@ -8,7 +8,7 @@ from helpers import Clients, final_params, max_difference, play, toy_model, toy_
 
 from partita.core import tensors
 from partita.core.client import ClientError
-from partita.core.method import compose
+from partita.core.compose import compose
 from partita.core.rng import Key
 from partita.core.update import Update
 from partita.engines.attackers import Attack, add_attack, choose_attackers

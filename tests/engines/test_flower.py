@@ -50,13 +50,14 @@ from partita.compression.prune import prune
 from partita.core import serialization, tensors
 from partita.core.client import ClientError, ClientState
 from partita.core.data import ClientData, Population
-from partita.core.method import Method, Server
+from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW
 from partita.core.plan import Plan, RoundInfo, share_everything
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, initial_server, make_job, rounds
 from partita.core.sampling import PowerOfChoice
+from partita.core.server_rule import Server
 from partita.core.settings import Run, RunError
 from partita.core.update import Update
 from partita.data.errors import DataError

@@ -13,7 +13,7 @@ from flower_fixtures import FakeGrid, task_identity
 from flwr.app import Context, Message, RecordDict
 from helpers import SMALL_TASK, SMALL_VIT
 
-from partita.core.method import PrivacyRelease
+from partita.core.client_rule import PrivacyRelease
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import flower_app
 from partita.experiment.config import load

@@ -24,8 +24,8 @@ from torch import Tensor
 from partita.compression.prune import prune
 from partita.core import tensors
 from partita.core.client import ClientError
-from partita.core.method import Server
 from partita.core.rounds import initial_server, make_job, rounds
+from partita.core.server_rule import Server
 from partita.core.settings import RunError
 from partita.core.tensors import Tensors
 from partita.engines.autotune import choose_block, configure_backends

@@ -13,11 +13,13 @@ from helpers import Clients, ScriptedEngine, ServerMomentum, toy_model, toy_run
 
 from partita.core import serialization, tensors
 from partita.core.client import ClientError, Job
-from partita.core.method import Method, MethodError, ServerRule
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.plan import Plan, RoundInfo, share
 from partita.core.rounds import Engine, RoundResult, rounds
 from partita.core.sampling import Uniform
 from partita.core.secure_settings import SecureAggregation
+from partita.core.server_rule import ServerRule
 from partita.core.settings import Run, RunError
 from partita.core.tensors import Tensors
 from partita.core.update import MaskedUpdate, SecureSum, Update

@@ -14,7 +14,7 @@ from peft import PeftModel
 from transformers import ViTForImageClassification
 
 from partita.core import tensors
-from partita.core.method import MethodError
+from partita.core.method_error import MethodError
 from partita.core.options import OptionError
 from partita.core.settings import RunError
 from partita.experiment import run_folder

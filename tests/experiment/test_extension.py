@@ -17,11 +17,13 @@ from method_options import BRIEF
 from shell import Shell
 
 from partita.core import tensors
+from partita.core.client_rule import ClientRule, Context
 from partita.core.data import Examples
-from partita.core.method import ClientRule, Context, Method, Server, ServerRule
+from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.plan import Plan, RoundInfo, share_everything
 from partita.core.rng import Key
+from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Slots, Tensors
 from partita.experiment import builder, run_folder
 from partita.experiment.config import Config, load, parse

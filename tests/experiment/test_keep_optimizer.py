@@ -11,7 +11,7 @@ from helpers import final_params, play, small_config
 
 from partita.core import tensors
 from partita.core.client import OPTIMIZER_PREFIX
-from partita.core.method import MethodError
+from partita.core.method_error import MethodError
 from partita.experiment.builder import Experiment, build
 from partita.experiment.config import Config
 from partita.experiment.runner import resume, start

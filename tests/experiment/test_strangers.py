@@ -24,7 +24,7 @@ from report_fixtures import write_run
 from shell import Shell
 
 from partita.core.client import ClientState
-from partita.core.method import Server
+from partita.core.server_rule import Server
 from partita.core.versions import ParameterVersions
 from partita.experiment.compare import expand
 from partita.experiment.config import ConfigError, load

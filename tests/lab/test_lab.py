@@ -11,7 +11,8 @@ import torch
 from helpers import play
 from torch import Tensor
 
-from partita.core.method import Method, compose
+from partita.core.compose import compose
+from partita.core.method import Method
 from partita.core.rng import Key
 from partita.core.rounds import RoundResult
 from partita.core.settings import Run, Training

@@ -11,10 +11,15 @@ import torch
 from helpers import KERNEL, OPTIMIZERS, Clients, ServerMomentum, final_params, max_difference, play, toy_model, toy_run
 
 from partita.core import tensors
-from partita.core.method import ClientRule, Method, MethodError, ServerRule, UpdateTransform, compose
+from partita.core.client_rule import ClientRule
+from partita.core.compose import compose
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.plan import Phase, RoundInfo, plan_for
 from partita.core.rounds import RoundResult
+from partita.core.server_rule import ServerRule
 from partita.core.tensors import Names
+from partita.core.update_transform import UpdateTransform
 from partita.engines.availability import Availability
 from partita.methods.centralized import centralized
 from partita.methods.fedavg import fedavg

@@ -20,7 +20,7 @@ from quadratics import (
     quadratic_rounds,
 )
 
-from partita.core.method import compose
+from partita.core.compose import compose
 from partita.core.optim import SGD
 from partita.core.rng import Key
 from partita.core.rounds import rounds

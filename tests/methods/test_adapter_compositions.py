@@ -12,8 +12,10 @@ from architecture_fixtures import make_model
 from helpers import play, toy_run
 
 from partita.core import tensors
+from partita.core.compose import compose
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import Method, MethodError, compose
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import TagError
 from partita.core.optim import SGD
 from partita.core.rng import Key

@@ -13,7 +13,8 @@ from torch import Tensor
 from partita.core import tensors
 from partita.core.client import ClientState
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.personal_copy import copy_name
 from partita.core.rng import Key

@@ -12,9 +12,11 @@ from helpers import Clients, play, toy_model, toy_run
 from torch import Tensor
 
 from partita.core import tensors
-from partita.core.method import Method, MethodError, Server
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.plan import RoundInfo
 from partita.core.rng import Key
+from partita.core.server_rule import Server
 from partita.core.update import Update
 from partita.methods.auto_warmup import squared_norm
 from partita.methods.fedfrozen import fedfrozen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from partita.core.method import ServerRule
+from partita.core.server_rule import ServerRule
 from partita.methods.centralized import centralized
 from partita.methods.local_only import local_only
 

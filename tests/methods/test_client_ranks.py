@@ -8,7 +8,8 @@ from adapter_fixtures import ROLES, adapted, clients, updates_of
 from architecture_fixtures import make_model
 from helpers import play, toy_run
 
-from partita.core.method import Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.personal_copy import copy_name
 from partita.core.plan import Phase, Plan, RoundInfo, plan_for
 from partita.core.rng import Key

@@ -11,8 +11,9 @@ from helpers import Clients, final_params, play, toy_model, toy_run
 from quadratics import LR, QuadraticClients, as_vector, final_point, fixed_point, initial_point, quadratic_rounds
 
 from partita.core import tensors
-from partita.core.method import Method, Server
+from partita.core.method import Method
 from partita.core.sampling import BySize
+from partita.core.server_rule import Server
 from partita.core.settings import RunError
 from partita.core.update import Update
 from partita.methods.client_weights import PopulationWeights, Weigh

@@ -29,8 +29,9 @@ from quadratics import (
 )
 
 from partita.core import tensors
+from partita.core.compose import compose
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import MethodError, compose
+from partita.core.method_error import MethodError
 from partita.core.personal_copy import add_personal_copy, copy_name
 from partita.core.tensors import Tensors
 from partita.methods.ditto import ditto

@@ -10,9 +10,10 @@ from helpers import Clients, client_batches, final_params, play, toy_model, toy_
 from torch import Tensor
 
 from partita.core import tensors
-from partita.core.method import MethodError, Server
+from partita.core.method_error import MethodError
 from partita.core.optim import SGD, AdamW
 from partita.core.rng import Key
+from partita.core.server_rule import Server
 from partita.core.settings import Run
 from partita.core.tensors import Tensors
 from partita.core.update import Update

@@ -12,7 +12,9 @@ from helpers import Clients, client_batches, final_params, max_difference, play,
 
 from partita.core import tensors
 from partita.core.client import ClientRound, ClientState, begin_round, client_params
-from partita.core.method import Method, MethodError, compose
+from partita.core.compose import compose
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW
 from partita.core.personal_copy import copy_name, personal_values

@@ -9,10 +9,11 @@ from helpers import Clients, TorchLoop, final_params, play, toy_model, toy_run
 
 from partita.core import tensors
 from partita.core.batch_schedule import shuffled_batches
-from partita.core.method import Method, Server, ServerRule
+from partita.core.method import Method
 from partita.core.optim import Schedule
 from partita.core.plan import Phase
 from partita.core.rounds import make_job
+from partita.core.server_rule import Server, ServerRule
 from partita.core.settings import Run, RunError
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import score

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torch_servers import TorchServer, apply_all, random_deltas
 
 from partita.core import tensors
-from partita.core.method import MethodError
+from partita.core.method_error import MethodError
 from partita.methods.fedavg import fedavg
 from partita.methods.fedavgm import fedavgm
 

@@ -8,7 +8,7 @@ from helpers import Clients, TorchLoop, final_params, play, toy_model, toy_run
 
 from partita.core import tensors
 from partita.core.batch_schedule import shuffled_batches
-from partita.core.method import MethodError
+from partita.core.method_error import MethodError
 from partita.core.plan import Phase, RoundInfo, plan_for
 from partita.core.rounds import make_job
 from partita.engines.simulation import SimulationEngine

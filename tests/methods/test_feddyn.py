@@ -11,7 +11,9 @@ from quadratics import quadratic_rounds as play_bowls
 
 from partita.core import tensors
 from partita.core.client import ClientState, begin_round, finish_round
-from partita.core.method import Context, MethodError, compose
+from partita.core.client_rule import Context
+from partita.core.compose import compose
+from partita.core.method_error import MethodError
 from partita.core.model import Output
 from partita.core.plan import Phase, Plan
 from partita.core.rounds import initial_server, make_job

@@ -10,7 +10,9 @@ import torch
 from helpers import Clients, client_batches, final_params, max_difference, play, toy_model, toy_run
 
 from partita.core import tensors
-from partita.core.method import Context, MethodError, compose
+from partita.core.client_rule import Context
+from partita.core.compose import compose
+from partita.core.method_error import MethodError
 from partita.core.plan import Plan, share
 from partita.core.settings import Run
 from partita.core.tensors import Names, Tensors

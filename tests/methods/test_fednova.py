@@ -9,9 +9,12 @@ from helpers import Clients, final_params, play, toy_model, toy_run
 from quadratics import LR, Quadratic, QuadraticClients, X, as_vector, fixed_point, initial_point, matrix_powers
 
 from partita.core import tensors
-from partita.core.method import Method, MethodError, Server, compose
+from partita.core.compose import compose
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.optim import SGD, AdamW
 from partita.core.rounds import RoundResult
+from partita.core.server_rule import Server
 from partita.core.versions import ParameterVersions
 from partita.methods.fedavg import fedavg
 from partita.methods.fednova import fednova

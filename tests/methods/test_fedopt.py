@@ -13,7 +13,8 @@ from torch.testing import assert_close
 from torch_servers import TorchServer, apply_all, random_deltas
 
 from partita.core import tensors
-from partita.core.method import Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.rounds import initial_server, rounds
 from partita.engines.simulation import SimulationEngine
 from partita.methods.fedavg import fedavg

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from partita.core.method import MethodError
+from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key

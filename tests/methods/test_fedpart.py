@@ -6,7 +6,7 @@ import pytest
 from helpers import Clients, final_params, play, toy_model, toy_run
 
 from partita.core import tensors
-from partita.core.method import MethodError
+from partita.core.method_error import MethodError
 from partita.core.plan import RoundInfo, plan_for
 from partita.methods.fedavg import fedavg
 from partita.methods.fedpart import fedpart, groups

@@ -9,8 +9,9 @@ from helpers import final_params, play, toy_model, toy_run
 from torch.nn import functional
 
 from partita.core import tensors
+from partita.core.client_rule import Context
 from partita.core.data import Batch
-from partita.core.method import Context, MethodError
+from partita.core.method_error import MethodError
 from partita.core.model import Model, Output
 from partita.core.plan import NO_NAMES, Plan, RoundInfo, plan_for
 from partita.core.rng import Key

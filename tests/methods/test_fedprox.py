@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers import toy_model
 
+from partita.core.client_rule import Context
 from partita.core.data import Batch
-from partita.core.method import Context
 from partita.core.model import Output
 from partita.core.plan import Plan, share
 from partita.methods.fedprox import FedProxClient

@@ -12,7 +12,8 @@ from quadratics import LR, QuadraticClients, final_point, initial_point
 
 from partita.core import tensors
 from partita.core.client import ClientState, Job, begin_round
-from partita.core.method import Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.plan import NO_NAMES
 from partita.core.tensors import Tensors
 from partita.methods.fedavg import fedavg

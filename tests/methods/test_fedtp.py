@@ -8,8 +8,9 @@ from helpers import Clients, final_params, max_difference, play, toy_model, toy_
 from torch.testing import assert_close
 
 from partita.core import tensors
-from partita.core.method import MethodError, Server
+from partita.core.method_error import MethodError
 from partita.core.rng import Key
+from partita.core.server_rule import Server
 from partita.core.tensors import Tensors
 from partita.core.update import Update
 from partita.methods.fedavg import fedavg

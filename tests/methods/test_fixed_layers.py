@@ -9,7 +9,8 @@ import pytest
 from helpers import OPTIMIZERS, Clients, final_params, play, toy_run
 
 from partita.core import tensors
-from partita.core.method import Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model, input_side_names, layer_tag
 from partita.core.plan import Plan, RoundInfo, share
 from partita.core.rounds import RoundResult

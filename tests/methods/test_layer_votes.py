@@ -12,11 +12,15 @@ from helpers import OPTIMIZERS, Clients, final_params, play, toy_run
 from partita.core import tensors
 from partita.core.averaging import average
 from partita.core.client import ClientState, begin_round
-from partita.core.method import Method, MethodError, PrivacyRelease, Server, compose
+from partita.core.client_rule import PrivacyRelease
+from partita.core.compose import compose
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import layer_tag, layer_tags
 from partita.core.plan import RoundInfo
 from partita.core.rounds import RoundResult, initial_server, make_job
 from partita.core.sampling import BySize
+from partita.core.server_rule import Server
 from partita.core.update import Update
 from partita.engines.availability import Availability
 from partita.experiment.config import parse

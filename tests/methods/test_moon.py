@@ -10,7 +10,9 @@ from helpers import Clients, client_batches, final_params, max_difference, play,
 from torch.nn import functional
 
 from partita.core import tensors
-from partita.core.method import Context, Method, MethodError
+from partita.core.client_rule import Context
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Output
 from partita.core.plan import RoundInfo, share_everything
 from partita.core.rng import Key

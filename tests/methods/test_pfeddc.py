@@ -14,7 +14,8 @@ from torch import Tensor
 from partita.core import tensors
 from partita.core.client import ClientState
 from partita.core.data import Batch, ClientData
-from partita.core.method import Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.optim import SGD
 from partita.core.plan import RoundInfo, plan_for

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import MethodError
+from partita.core.method_error import MethodError
 from partita.core.personal_copy import add_personal_copy, copy_name
 from partita.core.tensors import Tensors
 from partita.methods.fedavg import fedavg

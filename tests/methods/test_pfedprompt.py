@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from partita.core import tensors
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key

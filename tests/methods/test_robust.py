@@ -14,11 +14,14 @@ from quadratics import LR, Quadratic, QuadraticClients, as_vector
 from scipy.optimize import minimize
 
 from partita.core import tensors
-from partita.core.method import Method, Server, ServerRule, UpdateTransform, compose
+from partita.core.compose import compose
+from partita.core.method import Method
 from partita.core.options import OptionError
 from partita.core.rng import Key
+from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import Aggregate, Update
+from partita.core.update_transform import UpdateTransform
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.methods.robust import geometric_median, krum, median, trimmed_mean

@@ -12,9 +12,13 @@ from torch import nn
 
 from partita.core import serialization, tensors
 from partita.core.client import ClientState, begin_round, finish_round
-from partita.core.method import Method, MethodError, PrivacyRelease, Server, ServerRule, compose
+from partita.core.client_rule import PrivacyRelease
+from partita.core.compose import compose
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model, layer_tag
 from partita.core.rounds import RoundResult, initial_server, make_job
+from partita.core.server_rule import Server, ServerRule
 from partita.core.update import Update
 from partita.engines.availability import Availability
 from partita.experiment.config import parse

@@ -21,7 +21,8 @@ from quadratics import (
 from quadratics import quadratic_rounds as play_bowls
 
 from partita.core import tensors
-from partita.core.method import Context, MethodError
+from partita.core.client_rule import Context
+from partita.core.method_error import MethodError
 from partita.core.optim import SGD, AdamW
 from partita.core.plan import Phase, Plan
 from partita.core.rng import Key

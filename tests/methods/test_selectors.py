@@ -11,8 +11,9 @@ import torch
 from helpers import Clients, play, toy_run
 from torch import Tensor
 
+from partita.core.client_rule import Context, LayerSelection
 from partita.core.data import Batch, Examples
-from partita.core.method import Context, LayerSelection, MethodError
+from partita.core.method_error import MethodError
 from partita.core.model import ATTENTION, TokenChoice, layer_tag
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.plan import Plan, RoundInfo, plan_for, share_everything

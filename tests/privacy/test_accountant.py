@@ -13,8 +13,8 @@ from dp_accounting import pld, rdp
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from partita.core.client_rule import PrivacyRelease
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import PrivacyRelease
 from partita.privacy import accountant
 from partita.privacy.accountant import INTERVAL, ORDERS, _event, epsilon
 from partita.privacy.spending import TRAINING

@@ -16,8 +16,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from partita.core import client
+from partita.core.client_rule import PrivacyRelease
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import PrivacyRelease
 from partita.core.rng import Key
 from partita.core.rounds import initial_server
 from partita.core.settings import Run

@@ -13,8 +13,9 @@ import pytest
 from helpers import Clients, play, toy_model, toy_run
 
 from partita.compression.prune import prune
+from partita.core.client_rule import ClientRule, PrivacyRelease
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
-from partita.core.method import ClientRule, Method, PrivacyRelease
+from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.options import OptionError
 from partita.core.plan import Phase, Plan, RoundInfo

@@ -11,24 +11,19 @@ import torch
 from helpers import Clients, final_params, max_difference, play, toy_model, toy_run
 
 from partita.core import tensors
+from partita.core.client_rule import ClientRule, Context, LayerSelection
 from partita.core.data import Examples
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import (
-    ClientRule,
-    Context,
-    LayerSelection,
-    Method,
-    MethodError,
-    Server,
-    ServerRule,
-    UpdateTransform,
-)
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.plan import Plan, RoundInfo, share
 from partita.core.rng import Key
+from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import Aggregate, Update
+from partita.core.update_transform import UpdateTransform
 from partita.engines.availability import Availability
 from partita.methods import build
 from partita.methods.fedavg import fedavg

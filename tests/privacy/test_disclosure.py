@@ -14,9 +14,10 @@ from helpers import Clients, play, toy_model, toy_run
 
 from partita import report
 from partita.core.client import ClientState, begin_round, finish_round
+from partita.core.client_rule import ClientRule, Context, LayerSelection
 from partita.core.data import Examples
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import ClientRule, Context, LayerSelection, Method
+from partita.core.method import Method
 from partita.core.plan import Plan
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job

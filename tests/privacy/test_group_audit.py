@@ -13,9 +13,9 @@ from helpers import toy_model, toy_run
 from torch import Tensor
 from torch.nn import functional
 
+from partita.core.client_rule import PrivacyRelease
 from partita.core.data import ClientData
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
-from partita.core.method import PrivacyRelease
 from partita.core.model import Model, Output
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, rounds

@@ -16,7 +16,7 @@ import pytest
 from dp_accounting import pld
 from typer.testing import CliRunner
 
-from partita.core.method import PrivacyRelease
+from partita.core.client_rule import PrivacyRelease
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import runner
 from partita.experiment.config import Config, parse

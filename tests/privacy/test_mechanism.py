@@ -15,8 +15,8 @@ from helpers import Clients, toy_model, toy_run
 from scipy.stats import hypergeom, ks_2samp
 
 from partita.core.batch_schedule import BatchSchedule
+from partita.core.client_rule import PrivacyRelease
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import PrivacyRelease
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.privacy import mechanism, mechanism_choice, mechanism_clients

@@ -14,14 +14,15 @@ import torch
 from helpers import Clients, ScriptedEngine, toy_model, toy_run
 
 from partita.core.client import ClientRound, Job
+from partita.core.client_rule import ClientRule, Context, LayerSelection, PrivacyRelease
 from partita.core.data import Examples
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import ClientRule, Context, LayerSelection, PrivacyRelease, UpdateTransform
 from partita.core.plan import Plan
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, initial_server
 from partita.core.settings import Run
 from partita.core.update import Update
+from partita.core.update_transform import UpdateTransform
 from partita.methods.fedavg import fedavg
 from partita.privacy import mechanism, mechanism_choice, mechanism_clients
 from partita.privacy.client_level import ClippedUpdates, protect_clients

@@ -11,8 +11,8 @@ import pytest
 from dp_accounting import rdp
 
 from partita.core.client_noise import ClientNoise
+from partita.core.client_rule import PrivacyRelease
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import PrivacyRelease
 from partita.privacy.accountant import ORDERS, epsilon
 from partita.privacy.noise_at_clients import effective_noise, tau
 

@@ -14,8 +14,8 @@ from helpers import Clients, play, toy_run
 from torch import Tensor
 
 from partita.core.client import ClientState
+from partita.core.client_rule import Context, PrivacyRelease
 from partita.core.data import Batch, Population
-from partita.core.method import Context, PrivacyRelease
 from partita.core.model import TokenChoice, layer_tag
 from partita.core.plan import RoundInfo, share_everything
 from partita.core.rng import Key

@@ -12,8 +12,8 @@ from group_fixtures import scans_config, write_scans
 from typer.testing import CliRunner
 
 from partita.cli.main import app
+from partita.core.client_rule import PrivacyRelease
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import PrivacyRelease
 from partita.experiment.builder import build
 from partita.experiment.privacy_statement import statement_of_config, statement_of_run
 from partita.experiment.runner import start

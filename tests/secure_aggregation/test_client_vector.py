@@ -14,8 +14,8 @@ from secure_fixtures import names, run_protocol
 from torch import Tensor
 
 from partita.core.client_noise import ClientNoise
+from partita.core.client_rule import PrivacyRelease
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import PrivacyRelease
 from partita.core.rng import Key
 from partita.core.secure_settings import SecureAggregation
 from partita.core.settings import Run, RunError

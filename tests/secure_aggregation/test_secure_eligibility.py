@@ -10,7 +10,8 @@ from helpers import Clients, small_config, toy_model, toy_run
 from method_options import BRIEF
 from secure_fixtures import mask_stage, names, random_vector, setup_for
 
-from partita.core.method import Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.optim import SGD, AdamW
 from partita.core.rng import Key
 from partita.core.rounds import rounds

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers import Clients, toy_run
 
-from partita.core.method import PrivacyRelease
+from partita.core.client_rule import PrivacyRelease
 from partita.core.plan import RoundInfo, plan_for
 from partita.methods.safl import safl
 from partita.privacy.guard import PrivacyConfig, make_private

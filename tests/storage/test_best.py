@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from partita.core.client import ClientState
-from partita.core.method import Server
+from partita.core.server_rule import Server
 from partita.storage import atomic_files, checkpoint
 from partita.storage.atomic_files import DamageError, list_checksummed, number_in_name
 from partita.storage.client_store import DiskStore, MemoryStore

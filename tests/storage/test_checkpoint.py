@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from partita.core import memory, serialization, tensors
 from partita.core.client import ClientState
-from partita.core.method import Method, Server
+from partita.core.method import Method
 from partita.core.rounds import rounds
+from partita.core.server_rule import Server
 from partita.core.versions import ParameterVersions
 from partita.engines.availability import Availability
 from partita.engines.simulation import SimulationEngine

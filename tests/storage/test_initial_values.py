@@ -12,8 +12,9 @@ from helpers import Clients, play, toy_model, toy_run
 from shell import Shell
 
 from partita.core import tensors
-from partita.core.method import Method, Server
+from partita.core.method import Method
 from partita.core.rounds import initial_server, rounds
+from partita.core.server_rule import Server
 from partita.core.versions import ParameterVersions
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder

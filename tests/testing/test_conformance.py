@@ -18,25 +18,19 @@ from method_options import BRIEF
 from torch import Tensor
 
 from partita.core import tensors
+from partita.core.client_rule import ClientRule, Context, GradientAt, LayerSelection
+from partita.core.compose import compose
 from partita.core.data import Batch, Examples
-from partita.core.method import (
-    ClientRule,
-    Context,
-    GradientAt,
-    LayerSelection,
-    Method,
-    MethodError,
-    Server,
-    ServerRule,
-    UpdateTransform,
-    compose,
-)
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model, Output
 from partita.core.optim import SGD, Optimizer
 from partita.core.plan import Plan, RoundInfo, share, share_everything
 from partita.core.rng import Key
+from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Names, Slots, Tensors
 from partita.core.update import Aggregate, Update
+from partita.core.update_transform import UpdateTransform
 from partita.methods import COMPOSITIONS, INDEX, NEEDS_FACTORS, build
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedprox import fedprox

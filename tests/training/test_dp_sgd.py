@@ -13,18 +13,12 @@ from torch.nn import functional
 
 from partita.core.batch_schedule import poisson_batches
 from partita.core.client import ClientState, adaptation_round, begin_round
+from partita.core.client_rule import ClientRule, Context, GradientAt, LayerSelection, PrivacyRelease
+from partita.core.compose import compose
 from partita.core.data import ClientData, Examples
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
-from partita.core.method import (
-    ClientRule,
-    Context,
-    GradientAt,
-    LayerSelection,
-    Method,
-    MethodError,
-    PrivacyRelease,
-    compose,
-)
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model, Output
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.optim import SGD, AdamW

@@ -17,7 +17,7 @@ from torch import Tensor
 from partita.core.client import ClientState, begin_round, finish_round
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
 from partita.core.group_units import GroupUnits, group_units, number_groups
-from partita.core.method import MethodError
+from partita.core.method_error import MethodError
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job
 from partita.core.settings import Run

@@ -12,8 +12,9 @@ from line_model import Line, line_batch, line_errors, line_gradient
 from torch import Tensor
 
 from partita.core import tensors
+from partita.core.client_rule import ClientRule, Context, ForbiddenData
 from partita.core.data import Batch
-from partita.core.method import ClientRule, Context, ForbiddenData, Method
+from partita.core.method import Method
 from partita.core.model import Output
 from partita.core.personal_copy import add_personal_copy, copy_name
 from partita.core.plan import Phase, Plan

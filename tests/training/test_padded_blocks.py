@@ -14,8 +14,9 @@ from graph_fixtures import ReplayingRecorder
 from helpers import OPTIMIZERS, max_difference, play, toy_model, toy_run
 from text_fixtures import TextClients, long_bert
 
+from partita.core.client_rule import ClientRule, Context
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import ClientRule, Context, Method
+from partita.core.method import Method
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.rng import Key
 from partita.core.rounds import RoundResult, rounds

@@ -13,8 +13,9 @@ from line_model import Line, line_batch, line_errors, line_gradient
 from torch import Tensor
 
 from partita.core import tensors
+from partita.core.client_rule import ClientRule, Context
 from partita.core.data import Batch
-from partita.core.method import ClientRule, Context, Method
+from partita.core.method import Method
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.packed import PackedTensors
 from partita.core.plan import NO_NAMES, Phase, Plan

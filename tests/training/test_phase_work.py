@@ -11,7 +11,8 @@ from helpers import toy_run
 from line_model import Line
 
 from partita.core import tensors
-from partita.core.method import ClientRule, Context, Method
+from partita.core.client_rule import ClientRule, Context
+from partita.core.method import Method
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.plan import Phase, Plan
 from partita.core.tensors import Names, Slots, Tensors

@@ -14,9 +14,10 @@ from model_types import inputs_of, module_of
 from torch import Tensor
 from torch.nn import functional
 
+from partita.core.client_rule import ClientRule, Context
 from partita.core.data import Batch
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import ClientRule, Context, Method
+from partita.core.method import Method
 from partita.core.model import Model, Output
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.plan import Phase, Plan

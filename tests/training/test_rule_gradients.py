@@ -17,8 +17,10 @@ from torch import Tensor
 
 from partita import SimulationEngine, rounds
 from partita.core import tensors
+from partita.core.client_rule import ClientRule, Context, GradientAt
 from partita.core.data import Batch
-from partita.core.method import ClientRule, Context, GradientAt, Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Output
 from partita.core.optim import SGD
 from partita.core.plan import Phase, Plan

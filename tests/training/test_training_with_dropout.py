@@ -13,10 +13,11 @@ from helpers import final_params, max_difference, play, toy_run
 from torch import Tensor
 
 from partita.core.client import ClientState, begin_round
+from partita.core.client_rule import ClientRule, Context
 from partita.core.data import EXAMPLE_SEEDS, Batch, ClientData
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.keyed_bits import example_seeds
-from partita.core.method import ClientRule, Context, Method
+from partita.core.method import Method
 from partita.core.model import Output
 from partita.core.optim import SGD
 from partita.core.personal_copy import add_personal_copy

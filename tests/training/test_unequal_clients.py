@@ -18,9 +18,10 @@ from torch import Tensor
 
 from partita.core.batch_schedule import BatchSchedule
 from partita.core.client import ClientState, Job, LocalResult, begin_round
+from partita.core.client_rule import ClientRule, Context
 from partita.core.data import IGNORE_INDEX, Batch
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import ClientRule, Context, Method
+from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.optim import SGD
 from partita.core.plan import NO_NAMES, Phase, Plan, RoundInfo, share

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from partita.core import tensors
-from partita.core.method import MethodError, UpdateTransform
+from partita.core.method_error import MethodError
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots
 from partita.core.update import Update
+from partita.core.update_transform import UpdateTransform
 
 RESIDUAL = "residual"
 

@@ -12,12 +12,15 @@ from torch import Tensor
 
 from partita.compression import CompressionError
 from partita.compression.error_feedback import ErrorFeedback
-from partita.core.method import ClientRule, Context, Method, MethodError, UpdateTransform
+from partita.core.client_rule import ClientRule, Context
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import ATTENTION, layer_tag
 from partita.core.options import PositiveShare
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, Tensors
 from partita.core.update import Update
+from partita.core.update_transform import UpdateTransform
 
 SHAPE, PLACES, MARKS = "prune_shape", "prune_places", "prune_marks"
 ROWS, COLUMNS = "prune_rows", "prune_columns"  # masks of the heads that are sent, along dimension 0 and 1

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from partita.compression import CompressionError
-from partita.core.method import Method, UpdateTransform
+from partita.core.method import Method
 from partita.core.rng import Key
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import Update
+from partita.core.update_transform import UpdateTransform
 
 SCALE = "quantize_scale"
 MAX_LEVEL = 127  # largest level of a symmetric int8

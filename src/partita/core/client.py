@@ -22,16 +22,18 @@ from partita.core.batch_schedule import (
     poisson_batches,
     shuffled_batches,
 )
+from partita.core.client_rule import ClientRule, Context, ForbiddenData, overrides
 from partita.core.data import Examples
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.group_units import group_units
-from partita.core.method import ClientRule, Context, ForbiddenData, MethodError, UpdateTransform, overrides
+from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.plan import NO_NAMES, Phase, Plan, RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.core.settings import Run
 from partita.core.tensors import Names, Slots, Tensors
 from partita.core.update import ComputedWork, DeltaFacts, Update
+from partita.core.update_transform import UpdateTransform
 
 OPTIMIZER_PREFIX = "optimizer."  # prefix of the memory slots that hold the optimizer state
 

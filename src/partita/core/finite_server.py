@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from partita.core.method import Server
+from partita.core.server_rule import Server
 from partita.core.tensors import Tensors, all_finite
 
 

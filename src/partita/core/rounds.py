@@ -15,9 +15,10 @@ from partita.core.client import ClientError, Job
 from partita.core.data import EvaluateOn
 from partita.core.drift import Drift, DriftMeasures
 from partita.core.finite_server import first_non_finite
-from partita.core.method import MethodError, Server
+from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.plan import Plan, RoundInfo, plan_for
+from partita.core.server_rule import Server
 from partita.core.settings import Run, RunError
 from partita.core.tensors import Names, restrict_slots
 from partita.core.traffic import Traffic, TrafficMeter

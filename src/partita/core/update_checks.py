@@ -20,10 +20,11 @@ from torch import Tensor
 from partita.core import serialization, tensors
 from partita.core.batch_schedule import count_steps
 from partita.core.client import Job, client_model, round_info_of
-from partita.core.method import Context, Server, overrides
+from partita.core.client_rule import Context, overrides
 from partita.core.model import Model, layer_tags
 from partita.core.packed import PackedLayout, PackedTensors, shapes
 from partita.core.plan import Plan
+from partita.core.server_rule import Server
 from partita.core.settings import Run
 from partita.core.tensors import Names, Slots, Tensors
 from partita.core.update import ComputedWork, DeltaFacts, Update

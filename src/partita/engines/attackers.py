@@ -9,10 +9,11 @@ from typing import Literal
 
 import torch
 
-from partita.core.method import Method, UpdateTransform
+from partita.core.method import Method
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, scale, upcast
 from partita.core.update import Update
+from partita.core.update_transform import UpdateTransform
 
 AttackKind = Literal["sign-flip", "scale", "noise", "examples", "label-flip"]
 

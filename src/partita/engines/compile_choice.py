@@ -11,8 +11,8 @@ from itertools import islice
 
 import torch
 
+from partita.core.client_rule import overrides
 from partita.core.data import Population
-from partita.core.method import overrides
 from partita.core.model import Model
 from partita.core.plan import RoundInfo, plan_for
 from partita.core.settings import Run

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.client import ClientState, Job, LocalResult, begin_round, finish_round
+from partita.core.client_rule import overrides
 from partita.core.data import Batch, EvaluateOn
-from partita.core.method import MethodError, Server, overrides
+from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.rounds import ClientFailure, initial_server, rounds
+from partita.core.server_rule import Server
 from partita.core.settings import Run
 from partita.core.update import DeltaFacts, Update
 from partita.engines.availability import Availability

@@ -11,9 +11,9 @@ import numpy as np
 from partita.core.client import client_params
 from partita.core.data import Examples
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import Server
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job, rounds
+from partita.core.server_rule import Server
 from partita.core.update import Update
 from partita.data.groups import by_example, row_groups
 from partita.engines.secure import SecureEngine

@@ -10,9 +10,10 @@ from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from partita.core.method import Method, ServerRule
+from partita.core.method import Method
 from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
+from partita.core.server_rule import ServerRule
 from partita.core.settings import Run
 from partita.experiment import run_folder
 from partita.experiment.builder import Experiment, build_method, build_run

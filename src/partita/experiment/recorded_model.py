@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from partita.core.client import client_params
-from partita.core.method import Server
 from partita.core.model import Model
 from partita.core.rounds import initial_server, make_job
+from partita.core.server_rule import Server
 from partita.core.settings import RunError
 from partita.core.tensors import Tensors
 from partita.experiment import run_folder

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from partita.core.client import Job
+from partita.core.client_rule import overrides
 from partita.core.data import Examples, NewClasses
-from partita.core.method import Server, overrides
 from partita.core.model import Model, layer_tag, layer_tags, logits_and_losses, role_tag
 from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.rounds import Engine, RoundResult, make_job
+from partita.core.server_rule import Server
 from partita.core.settings import Run, RunError
 from partita.data import Task
 from partita.evaluation import evaluate

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from partita.core import tensors
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import Server
 from partita.core.rng import Key
 from partita.core.rounds import Engine, initial_server, rounds
+from partita.core.server_rule import Server
 from partita.core.settings import RunError
 from partita.engines.autotune import first_with_examples
 from partita.engines.multiprocess import MultiprocessEngine

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from partita.core.client_rule import ClientRule, Context
 from partita.core.data import Batch, ClientData
-from partita.core.method import ClientRule, Context, Method
+from partita.core.method import Method
 from partita.core.model import Model, Output
 from partita.core.tensors import Tensors
 from partita.lab.synthetic import Federation

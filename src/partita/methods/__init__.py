@@ -146,7 +146,7 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> Method:
                 "them in Python with partita.compose"
             )
     shares = {part: {key: options[key] for key in _options(parts[part]) if key in options} for part in parts}
-    from partita.core.method import compose  # imports torch, which the index and the cards do not need
+    from partita.core.compose import compose  # imports torch, which the index and the cards do not need
 
     return compose(*(_make(part, function, shares[part]) for part, function in parts.items()))
 

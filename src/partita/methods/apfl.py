@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from partita.core.method import ClientRule, Context, GradientAt, Method, MethodError
+from partita.core.client_rule import ClientRule, Context, GradientAt
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.options import Share
 from partita.core.personal_copy import (

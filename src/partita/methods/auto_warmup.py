@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from partita.core.averaging import average
-from partita.core.method import Server, ServerRule
 from partita.core.model import Model
+from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Names, Slots, upcast
 from partita.core.update import Aggregate, Update
 

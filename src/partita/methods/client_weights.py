@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from partita.core.method import Server
+from partita.core.server_rule import Server
 from partita.core.tensors import Slots, Tensors, scale
 from partita.core.update import Update
 

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from partita.core.averaging import average
-from partita.core.method import ClientRule, Context, Method, Server, ServerRule, UpdateTransform
+from partita.core.client_rule import ClientRule, Context
+from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.options import NotNegative
 from partita.core.rng import Key
+from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Names, Slots, Tensors, zeros_like
 from partita.core.update import Aggregate, Update
+from partita.core.update_transform import UpdateTransform
 
 SECOND = "second"  # AdamW's second moment; one number per block at the server and on the way
 AGE = "age"  # the number of steps that the second moment has seen

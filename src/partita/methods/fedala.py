@@ -9,8 +9,10 @@ from statistics import pstdev
 import torch
 from torch import Tensor
 
+from partita.core.client_rule import ClientRule, Context, GradientAt
 from partita.core.data import Batch, Examples
-from partita.core.method import ClientRule, Context, GradientAt, Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import input_side_names, layer_tag, layer_tags
 from partita.core.options import Count, NotNegative, PositiveShare, Whole
 from partita.core.personal_copy import PlanWithCopy, add_personal_copy, copy_name, personal_values

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from partita.core.method import Method, MethodError, Server, ServerRule
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.options import NotNegative, PartialShare
+from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Slots, scale, zeros_like
 from partita.core.update import Aggregate
 

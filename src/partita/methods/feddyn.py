@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from partita.core.client_rule import ClientRule, Context
 from partita.core.data import Batch
-from partita.core.method import ClientRule, Context, Method, MethodError, Server, ServerRule
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model, Output
 from partita.core.options import Positive
+from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Mean, Slots, Tensors, add, scale, subtract, zeros_like
 from partita.core.update import Aggregate, Update
 from partita.methods.client_weights import PopulationWeights, Weigh, remembered, rescaled

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from partita.core.method import Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import ADAPTERS, Model
 from partita.core.options import Count, Positive, Seed, Share, Whole
 from partita.core.plan import Plan, RoundInfo, share, share_everything

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from partita.core.method import ClientRule, Context, GradientAt, Method, MethodError
+from partita.core.client_rule import ClientRule, Context, GradientAt
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.options import NotNegative
 from partita.core.plan import Plan
 from partita.core.tensors import Slots, Tensors, select

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from partita.core.method import Method, Server, ServerRule
+from partita.core.method import Method
+from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Mean
 from partita.core.update import Aggregate, Update
 from partita.methods.scaffold import PLAIN_SGD

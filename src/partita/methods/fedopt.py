@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from partita.core.method import Method, MethodError, Server, ServerRule
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.options import NotNegative, PartialShare, Positive, Share
+from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Slots, zeros_like
 from partita.core.update import Aggregate
 

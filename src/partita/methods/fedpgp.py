@@ -8,8 +8,10 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional
 
+from partita.core.client_rule import ClientRule, Context
 from partita.core.data import Batch
-from partita.core.method import ClientRule, Context, Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Output
 from partita.core.options import Count, NotNegative, Positive, Text
 from partita.core.tensors import Tensors

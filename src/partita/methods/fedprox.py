@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from partita.core.client_rule import ClientRule, Context
 from partita.core.data import Batch
-from partita.core.method import ClientRule, Context, Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Output
 from partita.core.options import NotNegative
 from partita.core.tensors import Tensors

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from partita.core.method import ClientRule, Context, GradientAt, Method, MethodError
+from partita.core.client_rule import ClientRule, Context, GradientAt
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.options import NotNegative
 from partita.core.tensors import Tensors, norm, scale
 

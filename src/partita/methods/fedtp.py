@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from partita.core.memory import require
-from partita.core.method import Method, MethodError, Server, ServerRule
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.options import Count, NotNegative, Seed, Whole
 from partita.core.rng import Key
+from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Mean, Names, Slots, Tensors, add, scale
 from partita.core.update import Aggregate, Update
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from partita.core.method import Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model, input_side_names, layer_tags
 from partita.core.options import PositiveShare, Whole
 from partita.core.plan import NO_NAMES, Plan, RoundInfo, share

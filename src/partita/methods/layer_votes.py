@@ -9,11 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from partita.core.client_rule import ClientRule, Context, PrivacyRelease
 from partita.core.data import Examples
-from partita.core.method import ClientRule, Context, MethodError, PrivacyRelease, Server, ServerRule
+from partita.core.method_error import MethodError
 from partita.core.model import ATTENTION, Model, input_side_names, layer_tags
 from partita.core.plan import NO_NAMES, Plan, RoundInfo, share, share_everything
 from partita.core.rng import Key
+from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Names, Slots, Tensors
 from partita.core.update import Aggregate
 from partita.methods.selectors import Count, Selector, resolve_count, spread_evenly

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from partita.core.method import Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.options import Count, NotNegative, Text, Whole
 from partita.methods.promptfl import share_global
 

@@ -7,8 +7,10 @@ from typing import Literal
 
 import torch
 
+from partita.core.client_rule import ClientRule, Context
 from partita.core.data import Examples
-from partita.core.method import ClientRule, Context, Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.options import Count, NotNegative, Positive, Text
 from partita.core.rng import Key
 from partita.core.tensors import Slots, Tensors, to

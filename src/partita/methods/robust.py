@@ -13,8 +13,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from partita.core.method import Method, Server, ServerRule
+from partita.core.method import Method
 from partita.core.options import Count, Positive, Range
+from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Tensors, upcast
 from partita.core.update import Aggregate, Update
 

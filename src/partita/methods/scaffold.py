@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from partita.core.method import ClientRule, Context, Method, Server, ServerRule
+from partita.core.client_rule import ClientRule, Context
+from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.options import NotNegative
+from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Mean, Names, Slots, Tensors, add, scale, select, subtract, zeros_like
 from partita.core.update import Aggregate, Update
 from partita.methods.client_weights import PopulationWeights, Weigh, remembered, rescaled

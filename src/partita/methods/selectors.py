@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from partita.core import tensors
+from partita.core.client_rule import ClientRule, Context, LayerSelection, PrivacyRelease
 from partita.core.data import Batch, Examples
-from partita.core.method import ClientRule, Context, LayerSelection, MethodError, PrivacyRelease
+from partita.core.method_error import MethodError
 from partita.core.model import ATTENTION, TokenChoice, input_side_names, layer_number, layer_tag, layer_tags
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.plan import NO_NAMES, Plan

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from partita.core.client_rule import PrivacyRelease
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import PrivacyRelease
 
 Accountant = Literal["pld", "rdp"]
 # How often each release was made for the same unit. It multiplies the release's own count.

@@ -8,14 +8,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
+from partita.core.client_rule import ClientRule, PrivacyRelease
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
-from partita.core.method import ClientRule, Method, PrivacyRelease, UpdateTransform
+from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.options import Count, NotNegative, Positive, Range
 from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.rounds import initial_server
 from partita.core.sampling import Uniform
 from partita.core.settings import Run
+from partita.core.update_transform import UpdateTransform
 from partita.privacy.client_level import protect_clients
 from partita.privacy.disclosure import disclosed
 from partita.privacy.noise_at_clients import noise_in_effect, protect_at_clients

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from partita.core.client_rule import PrivacyRelease
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import PrivacyRelease
 from partita.privacy.accountant import Accountant, epsilon_of_runs
 from partita.storage.chained_lines import ChainedLines, Line
 

@@ -20,9 +20,9 @@ from partita.core.batch_schedule import BatchSchedule
 from partita.core.client import ClientRound, ClientState, begin_round
 from partita.core.data import Population
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import Server
 from partita.core.model import Model
 from partita.core.rounds import make_job
+from partita.core.server_rule import Server
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
 from partita.privacy.evidence import (

@@ -16,10 +16,11 @@ from scipy.stats import ks_2samp
 from torch import Tensor
 
 from partita.core.client import ClientState, begin_round
+from partita.core.client_rule import ClientRule, PrivacyRelease
 from partita.core.data import Batch, Examples, Population
-from partita.core.method import ClientRule, PrivacyRelease, Server
 from partita.core.model import Model, TokenChoice, layer_tags
 from partita.core.rounds import make_job
+from partita.core.server_rule import Server
 from partita.core.settings import Run
 from partita.privacy.evidence import Array, Check, chance_of_cosine
 from partita.privacy.mechanism import LARGE_FACTOR, altered

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from partita.core.method import Server
 from partita.core.model import Model
 from partita.core.rounds import Engine, make_job
+from partita.core.server_rule import Server
 from partita.core.settings import Run
 from partita.core.update import Update
 from partita.privacy.evidence import Check

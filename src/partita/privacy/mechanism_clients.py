@@ -11,9 +11,9 @@ from scipy.stats import hypergeom
 from partita.core import tensors
 from partita.core.client import Job
 from partita.core.data import EvaluateOn
-from partita.core.method import Server, ServerRule
 from partita.core.model import Model
 from partita.core.rounds import ClientFailure, Engine, Reply, rounds
+from partita.core.server_rule import Server, ServerRule
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import Aggregate, Update

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from partita.core.batch_schedule import count_steps
+from partita.core.client_rule import PrivacyRelease
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import PrivacyRelease
 from partita.core.plan import Plan
 from partita.core.settings import Run
 from partita.privacy.accountant import Accountant, PrivacyEvents, epsilon

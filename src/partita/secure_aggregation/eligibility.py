@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from partita.core.method import Method, MethodError, ServerRule, UpdateTransform, overrides
+from partita.core.client_rule import overrides
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.plan import Plan, RoundInfo, plan_for
+from partita.core.server_rule import ServerRule
 from partita.core.settings import Run, RunError
+from partita.core.update_transform import UpdateTransform
 from partita.secure_aggregation.fixed_point import FixedPoint
 from partita.secure_aggregation.neighbors import check_size
 from partita.secure_aggregation.signatures import ssh_verifier

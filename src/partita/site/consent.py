@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from partita.core.client import ClientError
-from partita.core.method import PrivacyRelease
+from partita.core.client_rule import PrivacyRelease
 from partita.core.plan import Plan
 from partita.engines.flower.client import JobKind
 from partita.engines.flower.messages import SiteRequest

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from partita.core.method import PrivacyRelease, overrides
+from partita.core.client_rule import PrivacyRelease, overrides
 from partita.core.model import role_tag
 from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.rounds import initial_server, make_job

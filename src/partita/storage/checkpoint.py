@@ -19,7 +19,7 @@ import safetensors
 import torch
 
 from partita.core import serialization
-from partita.core.method import Server
+from partita.core.server_rule import Server
 from partita.core.tensors import Tensors
 from partita.core.versions import ParameterVersions
 from partita.storage.atomic_files import (

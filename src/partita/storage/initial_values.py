@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from partita.core import tensors
-from partita.core.method import Server
+from partita.core.server_rule import Server
 from partita.core.tensors import Tensors
 
 

@@ -16,13 +16,15 @@ from typing import Literal
 import torch
 
 from partita.core import tensors
+from partita.core.client_rule import overrides
 from partita.core.data import Population
-from partita.core.method import Method, Server, ServerRule, overrides
+from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.core.rounds import Engine, RoundResult, initial_server, make_job, rounds
+from partita.core.server_rule import Server, ServerRule
 from partita.core.settings import Run, Training
 from partita.core.tensors import Tensors
 from partita.core.update import Update

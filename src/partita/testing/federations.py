@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from partita.core.data import Population
-from partita.core.method import Method, MethodError
+from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model, TagError
 from partita.core.plan import RoundInfo
 from partita.core.rng import Key

@@ -12,10 +12,11 @@ import torch
 
 from partita.core import tensors
 from partita.core.client import ClientRound, begin_round
+from partita.core.client_rule import ClientRule, Context, overrides
 from partita.core.data import Population
-from partita.core.method import ClientRule, Context, Server, overrides
 from partita.core.model import Model
 from partita.core.rounds import make_job
+from partita.core.server_rule import Server
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
 from partita.storage.client_store import ClientStore

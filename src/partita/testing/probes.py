@@ -11,13 +11,14 @@ import torch
 from partita.core import serialization, tensors
 from partita.core.client import ClientState, Job, client_params
 from partita.core.data import EvaluateOn
-from partita.core.method import Server, UpdateTransform
 from partita.core.model import Model
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, RoundResult
+from partita.core.server_rule import Server
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import Aggregate, Update
+from partita.core.update_transform import UpdateTransform
 from partita.engines.simulation import SimulationEngine
 from partita.storage.initial_values import flatten
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from partita.core import tensors
+from partita.core.client_rule import ClientRule, Context, ForbiddenData, overrides
 from partita.core.data import EXAMPLE_SEEDS, IGNORE_INDEX, Batch
-from partita.core.method import ClientRule, Context, ForbiddenData, overrides
 from partita.core.model import Model, Output
 from partita.core.optim import clip_gradients
 from partita.core.personal_copy import PERSONAL

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from partita.core.client_rule import Context
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import Context
 from partita.core.plan import Phase
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.core.method import ClientRule, MethodError
+from partita.core.client_rule import ClientRule
+from partita.core.method_error import MethodError
 from partita.core.outside_vmap import outside_vmap
 from partita.core.tensors import Slots, Tensors
 from partita.training.client_axis import ClientAxis, ClientVmap

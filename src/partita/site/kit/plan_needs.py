@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from glob import escape
 
 from partita.core.client import Job
-from partita.core.method import overrides
+from partita.core.client_rule import overrides
 from partita.core.model import Model, role_tag
 from partita.core.plan import RoundInfo, plan_for
 from partita.core.rounds import rounds
