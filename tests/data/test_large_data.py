@@ -18,7 +18,7 @@ import torch
 from partita.core.batch_schedule import BatchSchedule
 from partita.core.data import Batch, Examples
 from partita.core.rng import Key
-from partita.data import DataError, Table, Task, image_reader, load, loading, split
+from partita.data import DataError, Table, Task, dataset_files, image_reader, load, split
 from partita.data import cache as data_cache
 from partita.data.cache import CONTENTS, cache_folder, cached
 from partita.data.image_reader import ImagesOnDisk, ReadAhead
@@ -123,7 +123,7 @@ def test_large_parquet_file_is_mapped_from_a_copy(tmp_path: Path, monkeypatch: p
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "all.parquet", batch_size=1000)
     small = load_dataset(tmp_path / "all.parquet", Key(0))
     assert not small.train.data.cache_files
-    monkeypatch.setattr(loading, "MAPPED_FROM", 0)
+    monkeypatch.setattr(dataset_files, "MAPPED_FROM", 0)
     for _ in range(2):
         large = load_dataset(tmp_path / "all.parquet", Key(0))
         [file] = large.train.data.cache_files
@@ -208,7 +208,7 @@ def test_images_on_disk_give_the_batches_of_images_in_memory(
 ) -> None:
     path = make(tmp_path / "data")
     if make is as_large_parquet:
-        monkeypatch.setattr(loading, "MAPPED_FROM", 0)
+        monkeypatch.setattr(dataset_files, "MAPPED_FROM", 0)
     memory, disk = (load("images", Key(3), path=path, memory=limit, **options) for limit in ("auto", 0))
     assert isinstance(memory.train, Table)
     assert isinstance(disk.train, ImagesOnDisk)
@@ -405,7 +405,7 @@ def test_json_lines_are_read_as_by_python(name: str, tmp_path: Path) -> None:
 
 
 def test_python_reads_json_only_if_pyarrow_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_records", lambda file: pytest.fail("read by Python"))
+    monkeypatch.setattr(dataset_files, "_records", lambda file: pytest.fail("read by Python"))
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 10)
     assert len(open_parts(tmp_path / "a.jsonl")["train"].rows) == 10
     monkeypatch.undo()
@@ -415,6 +415,6 @@ def test_python_reads_json_only_if_pyarrow_cannot(tmp_path: Path, monkeypatch: p
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
     with pytest.raises(DataError, match=r"a\.jsonl' cannot be read: 'utf-8' codec"):
         open_parts(tmp_path / "a.jsonl")
-    monkeypatch.setattr(loading, "JSON_BLOCK", 64)
+    monkeypatch.setattr(dataset_files, "JSON_BLOCK", 64)
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{"x" * size}"}}\n' for size in (5, 500, 5)))
     assert [len(text) for text in open_parts(tmp_path / "a.jsonl")["train"].texts("text")] == [5, 500, 5]

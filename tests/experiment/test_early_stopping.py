@@ -27,7 +27,8 @@ from partita.evaluation import Metric, score
 from partita.evaluation.metrics import LOSS
 from partita.experiment import early_stopping, round_log, run_folder
 from partita.experiment.builder import build
-from partita.experiment.config import Config, StopConfig, load, parse
+from partita.experiment.config import Config, load, parse
+from partita.experiment.config_tables import StopConfig
 from partita.experiment.early_stopping import best_round, why_stop
 from partita.experiment.preview import preview
 from partita.experiment.runner import resume, start, start_or_resume

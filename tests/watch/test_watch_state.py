@@ -14,7 +14,7 @@ from report_fixtures import write_run
 
 from partita.experiment.runner import start
 from partita.storage.processes import this_process
-from partita.watch import state
+from partita.watch import state, watched_run
 from partita.watch.state import Watcher
 
 
@@ -240,7 +240,7 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "MAX_LINE_BYTES", 5000)
+    monkeypatch.setattr(watched_run, "MAX_LINE_BYTES", 5000)
     folder = write_run(tmp_path, "fedavg", 0)
     with (folder / "rows.jsonl").open("wb") as file:
         file.write(b"{" * 10_000)
@@ -257,8 +257,8 @@ def test_numbers_that_json_does_not_have_are_left_out(tmp_path: Path) -> None:
 
 
 def test_long_curves_are_thinned_and_many_metrics_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "MAX_POINTS", 10)
-    monkeypatch.setattr(state, "MAX_CURVES", 5)
+    monkeypatch.setattr(watched_run, "MAX_POINTS", 10)
+    monkeypatch.setattr(watched_run, "MAX_CURVES", 5)
     folder = write_run(tmp_path, "fedavg", 0, rounds=1, finished=False)
     (folder / "rows.jsonl").write_text("")
     for round in range(100):

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from partita.core.options import closest_match, format_value
+from partita.data.dataset_files import ROWS_TOGETHER
 from partita.data.errors import DataError, reading
-from partita.data.loading import ROWS_TOGETHER, DatasetPart
+from partita.data.loading import DatasetPart
 
 Messages = list[dict[str, str]]  # each with "role" and "content"
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from partita.data.dataset_files import IMAGE_SUFFIXES
 from partita.data.errors import DataError, need, reading
 from partita.data.image_reader import MODES
-from partita.data.loading import IMAGE_SUFFIXES
 
 Row = Mapping[str, Any]
 KINDS = ("csv", "json", "jsonl", "parquet", "txt")

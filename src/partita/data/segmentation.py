@@ -17,6 +17,7 @@ from partita.core import memory
 from partita.core.data import IGNORE_INDEX
 from partita.core.options import Range
 from partita.core.rng import Key
+from partita.data.dataset_files import IMAGE_SUFFIXES, TABLES, Opener
 from partita.data.errors import DataError, need, reading
 from partita.data.images import (
     Channels,
@@ -29,19 +30,7 @@ from partita.data.images import (
     side_of,
     storage_notes,
 )
-from partita.data.loading import (
-    IMAGE_SUFFIXES,
-    TABLES,
-    DataPath,
-    Dataset,
-    DatasetPart,
-    HubConfig,
-    Limit,
-    Opener,
-    TestPart,
-    limit_rows,
-    load_dataset,
-)
+from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.regression import open_images
 from partita.data.task import Task
 from partita.tasks import SEGMENTATION

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from partita.data.conversations import ANSWER, CHOICES, INPUT, INSTRUCTIONS, MESSAGES, OUTPUTS
-from partita.data.loading import IMAGE_SUFFIXES
+from partita.data.dataset_files import IMAGE_SUFFIXES
 
 LIST_OF_MESSAGES, LIST_OF_TEXTS = "list of messages", "list of texts"  # kinds of columns
 SOURCES = ("source", "article", "document", "dialogue")

@@ -45,8 +45,9 @@ from partita.evaluation import Evaluator
 from partita.evaluation.answers import with_generation
 from partita.evaluation.own_metrics import with_own_metrics
 from partita.experiment import early_stopping
-from partita.experiment.config import Config, EngineConfig, FederationConfig, shared_digest
+from partita.experiment.config import Config, shared_digest
 from partita.experiment.config_code import check_recorded
+from partita.experiment.config_tables import EngineConfig, FederationConfig
 from partita.experiment.samples import check_samples
 from partita.experiment.subgroups import Groups, find_groups
 from partita.methods.client_ranks import rank_by_client

@@ -7,30 +7,20 @@ import hashlib
 import inspect
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tomli_w
 
 from partita import data, methods, models
-from partita.core.optim import SGD, AdamW, Optimizer, Schedule
 from partita.core.options import (
-    MAX_NUMBER,
-    Count,
-    NotNegative,
     Option,
     OptionError,
-    PartialShare,
-    Positive,
-    PositiveShare,
     Range,
     Seed,
-    Share,
     Text,
-    Whole,
-    closest_match,
     format_value,
     options_of,
     unknown_key,
@@ -40,287 +30,25 @@ from partita.core.own_code import Reference
 from partita.core.registry import find_function
 from partita.core.sampling import SAMPLING
 from partita.core.secure_settings import SecureAggregation
-from partita.core.settings import Augmentation, Run, Training
-from partita.engines.attackers import AttackKind
 from partita.experiment.config_code import anchored, changed, check_recorded, code_digests, portable, references_in
+from partita.experiment.config_tables import (
+    CheckpointConfig,
+    EngineConfig,
+    EvaluateConfig,
+    FederationConfig,
+    StopConfig,
+    TrackConfig,
+    TrainingConfig,
+)
 from partita.experiment.run_names import method_label, method_options, option_text
 from partita.experiment.trusted_code import check_trusted
 from partita.models.adapter_options import TABLE as ADAPTER_TABLE
 from partita.models.adapter_options import AdapterOptions, adapter_options
 from partita.privacy.guard import PrivacyConfig
 
-Processes = Annotated[int, Range(low=1, high=1024)]
-
 
 class ConfigError(ValueError):
     """The config cannot be read."""
-
-
-@dataclass(frozen=True)
-class TrainingConfig:
-    """The `[training]` table."""
-
-    lr: Annotated[Positive, "learning rate"] = 1e-3
-    optimizer: Annotated[Literal["sgd", "adamw"], "the clients' optimizer"] = "adamw"
-    weight_decay: Annotated[
-        NotNegative | None,
-        f"weight decay; AdamW decouples it from the gradient; if left out, {AdamW.weight_decay} for `adamw` and "
-        f"{SGD.weight_decay:g} for `sgd`",
-    ] = None
-    momentum: Annotated[PartialShare, "momentum; `sgd` only"] = 0.0
-    nesterov: Annotated[bool, "Nesterov momentum; `sgd` only"] = False
-    decay_norms_and_biases: Annotated[
-        bool, "apply weight decay to norms and biases too; `false` leaves them out, as transformers' Trainer does"
-    ] = Training.decay_norms_and_biases
-    layer_decay: Annotated[
-        PositiveShare,
-        "factor on the learning rate from layer to layer, from the head down to the embeddings; 1 for none",
-    ] = Training.layer_decay
-    warmup_steps: Annotated[
-        Whole, "steps of linear learning rate warm-up at the start of each client's round (each phase of it)"
-    ] = Training.warmup_steps
-    label_smoothing: Annotated[
-        PartialShare, "share of a target that is spread over all classes; evaluation does not smooth"
-    ] = Training.label_smoothing
-    class_weights: Annotated[
-        Mapping[str, Positive] | None, "weight of each class in the training loss, by name; 1 for classes left out"
-    ] = None
-    augment: Annotated[tuple[Augmentation, ...], "random changes of training images, in this order"] = ()
-    loss_average: Annotated[
-        Literal["examples", "tokens"],
-        "what the training loss of a batch averages over: its examples, or all its labeled tokens, as transformers' "
-        "Trainer does; `tokens` and `lm` tasks only",
-    ] = Training.loss_average
-    dropout: Annotated[bool, "dropout in training, with the rates in the model's own config; `false` turns it off"] = (
-        Training.dropout
-    )
-    keep_optimizer: Annotated[
-        bool, "each client keeps its optimizer state (momentum, AdamW's moments) from round to round"
-    ] = False
-    batch_size: Annotated[Count, "examples per batch"] = Training.batch_size
-    accumulate: Annotated[Count, "batches per optimizer step; their gradients are averaged over all examples"] = (
-        Training.accumulate
-    )
-    group_by_length: Annotated[
-        bool,
-        "fill batches with texts of similar lengths, longest first, as transformers' `group_by_length` does; less "
-        "padding, but batches depend on the lengths; texts only, and not with example- or group-level privacy",
-    ] = Training.group_by_length
-    epochs: Annotated[Count, "local epochs per round"] = Training.epochs
-    steps: Annotated[Count | None, "local steps per round, instead of epochs"] = None
-    clip: Annotated[Positive | None, "clipping norm for a client's gradient"] = None
-    precision: Annotated[
-        Literal["float32", "bfloat16"], "`bfloat16` trains in mixed precision; the weights stay in float32"
-    ] = Training.precision
-    schedule: Annotated[Literal["constant", "cosine", "linear", "step"], "learning rate schedule over the rounds"] = (
-        "constant"
-    )
-    adapt_lr: Annotated[
-        Positive | None,
-        "learning rate, without a schedule, for methods that fine-tune a client's model before its personal test, and "
-        "for `evaluate.unseen_epochs`; `lr` if left out",
-    ] = None
-    schedule_warmup: Annotated[Whole, "rounds of linear learning rate warm-up"] = 0
-    schedule_floor: Annotated[Share, "`cosine` and `linear` end at this fraction of the learning rate"] = 0.0
-    schedule_every: Annotated[Count, "`step`: rounds between learning rate drops"] = 10
-    schedule_gamma: Annotated[Share, "`step`: factor applied at each drop"] = 0.1
-
-    def build(self, classes: Sequence[str] | None = None) -> Training:
-        """Create the training settings.
-
-        Args:
-            classes: The names of the task's classes, which `class_weights` needs; None to leave the weights out.
-
-        Raises:
-            OptionError: `momentum` or `nesterov` is set, but the optimizer is AdamW; or `class_weights` has an unknown
-                class.
-        """
-        given = self.class_weights or {}
-        if classes is not None and (unknown := [name for name in given if name not in classes]):
-            remedy = closest_match(unknown[0], classes) if classes else "the task has no classes; leave it out"
-            raise OptionError(f"training.class_weights names the class '{unknown[0]}'; {remedy}")
-        if self.optimizer == "adamw" and (self.momentum or self.nesterov):
-            raise OptionError("training.momentum and training.nesterov are for optimizer = 'sgd'; leave them out")
-        default = SGD.weight_decay if self.optimizer == "sgd" else AdamW.weight_decay
-        decay = default if self.weight_decay is None else self.weight_decay
-        optimizer: Optimizer = AdamW(weight_decay=decay)
-        if self.optimizer == "sgd":
-            optimizer = SGD(self.momentum, decay, self.nesterov)
-        schedule = Schedule(
-            self.schedule, self.schedule_warmup, self.schedule_floor, self.schedule_every, self.schedule_gamma
-        )
-        return Training(
-            self.lr,
-            optimizer,
-            schedule,
-            self.batch_size,
-            self.epochs,
-            self.steps,
-            self.clip,
-            self.precision,
-            self.accumulate,
-            self.warmup_steps,
-            self.layer_decay,
-            self.decay_norms_and_biases,
-            self.dropout,
-            self.loss_average,
-            self.label_smoothing,
-            tuple(float(given.get(name, 1.0)) for name in classes) if given and classes is not None else (),
-            tuple(self.augment),
-            self.adapt_lr,
-            self.group_by_length,
-        )
-
-
-@dataclass(frozen=True)
-class FederationConfig:
-    """The `[federation]` table."""
-
-    cohort: Annotated[
-        Count | PositiveShare, "clients per round: a number of clients, or a fraction with a decimal point"
-    ] = Run.cohort
-    client_dropout: Annotated[Share, "probability that a client drops out of a round"] = 0.0
-    straggler_rate: Annotated[Share, "probability that a client completes only part of its local steps"] = 0.0
-    availability_trace: Annotated[
-        str | None, "CSV file with columns round, client, work; overrides the two rates where it has a row"
-    ] = None
-    attackers: Annotated[
-        Whole | Share, "simulated attackers: a number of clients, or a fraction with a decimal point"
-    ] = 0
-    attack: Annotated[AttackKind, "what the simulated attackers do"] = "sign-flip"
-    attack_strength: Annotated[Positive, "factor of the attack; `label-flip` ignores it"] = 5.0
-    min_updates: Annotated[Whole, "minimum number of updates per round; the run stops if there are fewer"] = (
-        Run.min_updates
-    )
-    skip_failed_clients: Annotated[bool, "record a client's failure and continue, instead of stopping the run"] = False
-    max_norm: Annotated[Positive | None, "updates with a larger norm are scaled down to this norm"] = None
-    max_examples: Annotated[Count, "largest number of training examples that a client of unknown size may report"] = (
-        Run.max_examples
-    )
-    clients_have_initial_model: Annotated[bool, "clients already hold the initial model before the first round"] = False
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """The `[engine]` table."""
-
-    clients_per_block: Annotated[Count | Literal["auto"], "clients that train together in one vmapped block"] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda"], "`auto` uses a GPU if there is one"] = "auto"
-    workers: Annotated[Processes, "worker processes that share the clients; assigned to GPUs round-robin"] = 1
-    client_state: Annotated[Literal["memory", "disk"], "where client state is kept between rounds"] = "memory"
-    threads: Annotated[Processes | None, "number of torch threads; torch's own default if left out"] = None
-    onednn: Annotated[bool | Literal["auto"], "use oneDNN kernels on CPUs"] = "auto"
-    deterministic: Annotated[bool, "on a GPU: bitwise reproducible results, at some cost in speed"] = True
-    cuda_graphs: Annotated[
-        bool | Literal["auto"], "on a GPU: capture training steps as CUDA graphs; `true` stops the run if that fails"
-    ] = "auto"
-    compile: Annotated[
-        bool | Literal["auto"],
-        "use torch.compile; `auto` does on a GPU, if the run is long enough to win back the minute that it takes",
-    ] = "auto"
-    cache_frozen: Annotated[bool, "compute the output of the lowest frozen layers once per example"] = False
-    secret_file: Annotated[str | None, "file with 16 or more random bytes; seeds the random draws for privacy"] = None
-    ledger: Annotated[
-        str | None,
-        "privacy ledger, which adds up what private runs release and stops a run that would exceed its limit",
-    ] = None
-
-
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """The `[evaluate]` table."""
-
-    every: Annotated[Whole, "rounds between evaluations on the central test set; 0 for never"] = 1
-    personal_every: Annotated[Whole, "rounds between evaluations on the clients' own test sets; 0 for never"] = 5
-    validation_every: Annotated[
-        Count | None,
-        "rounds between evaluations on the clients' validation parts; left out: as `every`, or 1 if that is 0, if "
-        "[stop] needs them, else never",
-    ] = None
-    validation_metric: Annotated[
-        str | None, "metric on validation that [stop] and the best checkpoint go by; left out: the task's own"
-    ] = None
-    unseen_epochs: Annotated[
-        Whole,
-        "epochs for which a client that takes no part (`split.unseen`) trains its personal parameters before its test; "
-        "the shared ones do not change; 0: it is tested with their initial values",
-    ] = 0
-    max_clients: Annotated[Count, "maximum number of clients evaluated; they are drawn once per run"] = 100
-    drift: Annotated[bool, "measure client drift in every round"] = True
-    max_new_tokens: Annotated[
-        Count | None, "maximum number of tokens of a generated text; tasks that generate only; left out: 64"
-    ] = None
-    generate_examples: Annotated[
-        Count | None,
-        "generate texts for at most this many examples of a test set, the first ones; tasks that generate only; left "
-        "out: all with `seq2seq`, none with `chat`",
-    ] = None
-    samples: Annotated[
-        Annotated[int, Range(low=0, high=100)],
-        "record this many examples of the central test set, in full, with what the model says before and after "
-        "training, and show them in reports; not in a private run",
-    ] = 0
-    subgroups: Annotated[
-        str | None, "column of the central test set; the task's own metric is recorded for each of its values"
-    ] = None
-    subgroup_min: Annotated[
-        Count | None,
-        "a subgroup of fewer examples (left out: 30) is marked in reports, and does not count for the gap",
-    ] = None
-    metrics: Annotated[
-        tuple[str, ...], "your own metrics, such as `mine.py:recall`: functions of all logits and targets"
-    ] = ()
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """The `[checkpoint]` table."""
-
-    every: Annotated[Count, "rounds between checkpoints"] = 1
-
-
-@dataclass(frozen=True)
-class TrackConfig:
-    """The `[track]` table."""
-
-    to: Annotated[
-        tuple[str, ...],
-        "trackers that receive every row: `tensorboard`, `wandb`, `mlflow`, `trackio`, or your own functions, such as "
-        "`mine.py:log`",
-    ] = ()
-    project: Annotated[str, "project of the built-in trackers"] = "partita"
-    name: Annotated[Text, "name of the run in the built-in trackers; by default, its label and seed"] = ""
-    group: Annotated[Text, "group of the run in the built-in trackers; by default, the folder of the comparison"] = ""
-
-
-@dataclass(frozen=True)
-class StopConfig:
-    """The `[stop]` table: when a run ends before its last round.
-
-    Raises:
-        OptionError: If no condition is set, or `min_delta` has no effect.
-    """
-
-    patience: Annotated[Count | None, "stop after this many evaluations on validation without an improvement"] = None
-    min_delta: Annotated[NotNegative, "smallest change of the metric that `patience` counts as an improvement"] = 0.0
-    target: Annotated[
-        Annotated[float, Range(low=-MAX_NUMBER, high=MAX_NUMBER)] | None,
-        "stop when the metric on validation reaches this value",
-    ] = None
-    epsilon: Annotated[
-        Positive | None, "stop before a round with which the spent epsilon would exceed this; only with [privacy]"
-    ] = None
-
-    def __post_init__(self) -> None:
-        if self.patience is None and self.target is None and self.epsilon is None:
-            raise OptionError("[stop] has no condition; set stop.patience, stop.target or stop.epsilon")
-        if self.min_delta and self.patience is None:
-            raise OptionError(f"stop.min_delta is {self.min_delta:g}, which has no effect without stop.patience")
-
-    @property
-    def reads_scores(self) -> bool:
-        """Whether a condition reads scores on the clients' validation parts."""
-        return self.patience is not None or self.target is not None
 
 
 Table = Mapping[str, Any]

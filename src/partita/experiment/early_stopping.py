@@ -10,7 +10,8 @@ from partita.core.rng import Key
 from partita.core.settings import RunError
 from partita.data import Federation
 from partita.evaluation import Evaluator, Metric
-from partita.experiment.config import Config, StopConfig
+from partita.experiment.config import Config
+from partita.experiment.config_tables import StopConfig
 from partita.privacy.guard import PrivacyGuard
 
 Scores = Sequence[tuple[int, float]]  # (completed rounds, score on validation) for each evaluation, in order

@@ -25,8 +25,9 @@ from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import FlowerEngine, server_app
 from partita.experiment import run_folder
 from partita.experiment.builder import Experiment, build, client_names, makes_secret
-from partita.experiment.config import SITES_OWN, Config, TrackConfig, differences, load, load_recorded, shared_digest
+from partita.experiment.config import SITES_OWN, Config, differences, load, load_recorded, shared_digest
 from partita.experiment.config_code import code_copies
+from partita.experiment.config_tables import TrackConfig
 from partita.experiment.gc_freeze import importing
 from partita.experiment.ledger_engine import open_ledger
 from partita.experiment.round_log import Row
