@@ -30,9 +30,9 @@ from partita.evaluation.metrics import (
     Regression,
     SingleLabel,
 )
-from partita.evaluation.outcomes import outcomes
 from partita.evaluation.own_metrics import OwnMetrics
 from partita.evaluation.segmentation import Segmentation
+from partita.evaluation.task_outcomes import outcomes
 
 CLASSES = ("cat", "dog", "a/b", "owl")
 TAGS = ("O", "B-drug", "I-drug", "B-site", "I-site")

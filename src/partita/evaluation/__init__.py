@@ -151,7 +151,7 @@ def outcomes_of(
         evaluator: Says which scores there are.
         classes: The names of the task's outputs.
     """
-    from partita.evaluation.outcomes import outcomes
+    from partita.evaluation.task_outcomes import outcomes
 
     return outcomes(evaluator, _predictions(model, params, examples, evaluator.batch), classes)
 
