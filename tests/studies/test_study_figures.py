@@ -176,8 +176,7 @@ def test_the_late_freeze_on_photographs_is_compared_with_a_falling_rate() -> Non
         return 100 * fmean(line["test"]["accuracy"][round - 1] for line in runs if line["arm"] == arm)
 
     assert {tuple(line["test"]["rounds"]) for line in runs} == {tuple(range(1, 51))}
-    ends = [at(arm, 50) for arm in ("0.8, value", "never, a tenth of the rate", "never")]
-    value, falls, never = ends
+    value, falls, never = (at(arm, 50) for arm in ("0.8, value", "never, a tenth of the rate", "never"))
     assert f"from {at('never', 40):.1f} in round 40 to {value:.1f} in round 50" in page
     assert f"or {falls:.1f} (a tenth of the rate), and to {never:.1f} without either" in page
     early = [at("0.3, value", round) - at("never", round) for round in (18, 50)]

@@ -7,6 +7,7 @@ import json
 import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +138,9 @@ def _json_table(file: Path) -> Any:
     """Read a JSON list of objects, or JSON lines."""
     datasets, pyarrow = need("datasets", "data"), need("pyarrow", "data")
     if not _is_json_list(file) and _holds_objects(file):
-        try:
+        # Below, Python's reader names the line, or accepts what pyarrow does not, such as NaN.
+        with suppress(pyarrow.ArrowException, UnicodeDecodeError):
             return datasets.Dataset(_json_lines(file))
-        except (pyarrow.ArrowException, UnicodeDecodeError):
-            pass  # Python's reader names the line, or accepts what pyarrow does not, such as NaN
     rows = _records(file)
     names = dict.fromkeys(name for row in rows for name in row)
     return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})

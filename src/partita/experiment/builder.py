@@ -172,7 +172,7 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
     evaluator = with_generation(task.kind.evaluator(task.classes), wanted.max_new_tokens, wanted.generate_examples)
     evaluator = with_own_metrics(evaluator, wanted.metrics)
     early_stopping.check(config, evaluator, federation, guard)
-    _check_unseen(config, run, model, federation)
+    _check_unseen(config, run, model, federation, guard)
     check_samples(config, run, model, task, federation.clients[0])
     subgroups = find_groups(task, config.evaluate.subgroups)
     return Experiment(
@@ -400,7 +400,7 @@ def _check_plan(run: Run, model: Model, client: str) -> None:
         run.method.adapt(model)
 
 
-def _check_unseen(config: Config, run: Run, model: Model, federation: Federation) -> None:
+def _check_unseen(config: Config, run: Run, model: Model, federation: Federation, guard: PrivacyGuard | None) -> None:
     epochs = config.evaluate.unseen_epochs
     if not epochs:
         return
@@ -413,7 +413,7 @@ def _check_unseen(config: Config, run: Run, model: Model, federation: Federation
             f"evaluate.unseen_epochs is {epochs}, but no client is tested on its own data; set "
             "evaluate.personal_every above 0, or leave it out"
         )
-    if config.privacy is not None and (config.privacy.unit == "client" or run.method.adapt):
+    if guard is not None and guard.withholds_own_scores:
         raise RunError(
             f"evaluate.unseen_epochs is {epochs}, but the privacy guarantee withholds the scores of clients' own "
             "models; leave it out, or set privacy.unit to 'example' with a method that fits nothing for the test"

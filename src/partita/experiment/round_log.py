@@ -282,8 +282,7 @@ def _may_report(experiment: Experiment) -> bool:
 
     They may not if the privacy guarantee covers those models or the clients' test sets.
     """
-    guard = experiment.guard
-    return guard is None or (guard.privacy_config.unit != "client" and experiment.run.method.adapt is None)
+    return experiment.guard is None or not experiment.guard.withholds_own_scores
 
 
 def has_own_models(run: Run, job: Job, plan: Plan, server: Server) -> bool:

@@ -103,6 +103,11 @@ class PrivacyGuard:
         """The noise on the smallest sum that clients release, in multiples of the clip; 0 if they add none."""
         return self.run.client_noise.noise if self.run.client_noise else 0.0
 
+    @property
+    def withholds_own_scores(self) -> bool:
+        """Whether clients may not report scores of their own models: it covers those models or the test sets."""
+        return self.privacy_config.unit == "client" or self.run.method.adapt is not None
+
     def charge(
         self, number: int, cohort: Collection[str], signal: Mapping[str, float], population: int | None = None
     ) -> None:
