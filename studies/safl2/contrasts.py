@@ -54,6 +54,14 @@ CONTRASTS = {
         ("safl 20, agreed", "fedavg"),
         ("lora, equal bytes", "safl 10, agreed"),
         ("lora, equal bytes", "fedavg"),
+        ("fedavg, no embeddings", "fedavg"),
+        ("safl 10", "topmost"),
+        ("safl 10, agreed", "topmost"),
+        ("random, common", "topmost"),
+        ("gradient, agreed", "safl 10, agreed"),
+        ("safl 10", "centralized"),
+        ("safl 10, agreed", "centralized"),
+        ("fedavg", "centralized"),
     ],
     "ohsumed": [
         ("safl 10", "fedavg"),
@@ -62,6 +70,8 @@ CONTRASTS = {
         ("random, common", "fedavg"),
         ("safl 10", "random, common"),
         ("safl 10", "safl 10, content"),
+        ("lora, equal bytes", "safl 10"),
+        ("lora, equal bytes", "fedavg"),
     ],
     "centralized": [
         ("safl", "centralized"),
