@@ -62,6 +62,8 @@ def test_tables_of_the_page_follow_from_the_lines(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "adamw/trec-lengths",
+        "adamw/ohsumed-lengths",
         "frozen/cifar100",
         "frozen/cifar100-long",
         "frozen/cohorts",
@@ -86,6 +88,7 @@ def test_tables_of_the_page_follow_from_the_lines(name: str) -> None:
         "pretrained/ohsumed-recipe",
         "prompts/clip/office-clients",
         "recipe/dinov2",
+        "recipe/minilm",
         "safl2/centralized",
     ],
 )
@@ -113,6 +116,14 @@ def test_tables_of_prompts_on_clip_follow_from_the_lines() -> None:
         gaps = [paired_difference([(other[seed], own[seed]) for seed in shots.seeds]) for other in arms.values()]
         texts = [gap_text(gap) for gap in gaps]
         assert list(shown) == texts
+
+
+def test_clients_that_join_later_follow_from_the_lines() -> None:
+    study = read_study(STUDIES / "prompts" / "clip" / "office-joining.toml")
+    page = (study.file.parent / "README.md").read_text()
+    found = parts(study, "unseen")
+    assert len(found) == len(study.points()) == 3
+    assert all(table in page for table in found)
 
 
 def test_prompts_with_more_clients_and_rounds_follow_from_the_lines() -> None:
