@@ -153,7 +153,7 @@ def play_all(
     lengths = Lengths() if lengths is None else lengths
     waiting, failed = deque(planned), dict(tries or {})
     jobs = min(jobs, len(waiting))
-    threads = max(1, len(os.sched_getaffinity(0)) // max(jobs, 1)) if hasattr(os, "sched_getaffinity") else 1
+    threads = _threads_each(jobs)
     workers: list[Worker] = []
     try:
         while True:
@@ -201,6 +201,17 @@ def _next(waiting: deque[Planned], lengths: Lengths, deadline: float | None) -> 
         return waiting[0]
     left = deadline - monotonic()
     return next((run for run in waiting if (lengths.expected(run) or 0.0) < left), None)
+
+
+def _threads_each(jobs: int) -> int:
+    """Return the threads of each run: its share of the cores, or OMP_NUM_THREADS where that is less.
+
+    Several calls may share a machine. Each sees all cores, so only the user can say how many are its own.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    share = max(1, cores // max(jobs, 1))
+    return min(share, int(limit)) if limit.isdigit() and int(limit) > 0 else share
 
 
 @contextmanager

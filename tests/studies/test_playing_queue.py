@@ -49,8 +49,19 @@ def test_a_run_that_failed_in_an_earlier_call_has_one_try_left(tmp_path: Path) -
 
 def test_cores_are_shared_by_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue.os, "sched_getaffinity", lambda _: range(7), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     ended = play([planned("a", seed) for seed in range(2)], tmp_path, jobs=2)
     assert {each.line["threads"] for each in ended if each.line} == {"3"}
+
+
+@pytest.mark.parametrize(("limit", "threads"), [("1", "1"), ("16", "3"), ("no number", "3")])
+def test_a_user_can_limit_the_threads_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, threads: str
+) -> None:
+    monkeypatch.setattr(queue.os, "sched_getaffinity", lambda _: range(7), raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", limit)
+    ended = play([planned("a", seed) for seed in range(2)], tmp_path, jobs=2)
+    assert {each.line["threads"] for each in ended if each.line} == {threads}
 
 
 def test_at_the_time_limit_what_runs_is_killed_and_what_ended_is_kept(
