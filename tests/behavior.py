@@ -35,7 +35,7 @@ from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder, runner
 from partita.experiment.config import load
 from partita.methods import COMPOSITIONS, INDEX, NEEDS_FACTORS, build
-from partita.testing.conformance import states_of
+from partita.testing.trial import states_of
 
 FOUR = Clients(c0=3, c1=9, c2=12, c3=6)
 ENGINES: dict[str, dict[str, Any]] = {"one by one": {}, "blocks of 4": {"block": 4}, "wire": {"wire": True}}

@@ -12,7 +12,7 @@ from partita.core.model import Model
 from partita.core.optim import Optimizer
 from partita.core.tensors import Tensors
 from partita.data import Federation
-from partita.testing.conformance import states_of
+from partita.testing.trial import states_of
 from partita.training.cuda_capture import Replay
 from partita.training.cuda_graphs import GraphCache
 

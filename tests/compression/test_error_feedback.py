@@ -46,7 +46,8 @@ from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
 from partita.privacy.client_level import protect_clients
 from partita.storage.client_store import DiskStore, MemoryStore
-from partita.testing.conformance import check_method, states_of
+from partita.testing.conformance import check_method
+from partita.testing.trial import states_of
 from partita.training.local_training import train_clients
 
 KEEP = 0.02

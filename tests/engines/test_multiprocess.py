@@ -37,8 +37,8 @@ from partita.experiment import runner
 from partita.experiment.builder import build as build_experiment
 from partita.methods import build
 from partita.storage.client_store import MemoryStore
-from partita.testing.conformance import states_of
 from partita.testing.toy import ToyTransformer
+from partita.testing.trial import states_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers share memory as on Linux")
 CLIENTS = Clients(c0=3, c1=9, c2=12, c3=6, c4=5)

@@ -28,7 +28,7 @@ from partita.experiment.builder import build as build_experiment
 from partita.experiment.config import Config
 from partita.experiment.runner import build_engine, rebuild_engine
 from partita.storage.client_store import MemoryStore
-from partita.testing.conformance import states_of
+from partita.testing.trial import states_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers share memory as on Linux")
 GPUS = torch.cuda.device_count()

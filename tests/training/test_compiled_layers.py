@@ -19,7 +19,7 @@ from partita.engines.autotune import choose_graphs
 from partita.models import adapter
 from partita.models.adapter import FunctionalModel
 from partita.tasks import LM, chunked_loss
-from partita.testing.conformance import states_of
+from partita.testing.trial import states_of
 from partita.training import compilation
 from partita.training.compilation import CompileError
 from partita.training.cuda_graphs import GraphCache

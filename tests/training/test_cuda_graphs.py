@@ -22,7 +22,7 @@ from partita.core.settings import RunError
 from partita.engines import autotune
 from partita.engines.autotune import bf16_slowdown, choose_graphs
 from partita.storage.client_store import MemoryStore
-from partita.testing.conformance import states_of
+from partita.testing.trial import states_of
 from partita.training import compilation
 from partita.training.client_axis import VmapError
 from partita.training.compilation import CompiledGradients, CompileError

@@ -28,8 +28,8 @@ from partita.engines.simulation import SimulationEngine
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.methods.local_only import local_only
-from partita.testing.conformance import states_of
 from partita.testing.toy import Float64Model
+from partita.testing.trial import states_of
 from partita.training.batch_shapes import few_clients, step_shapes
 from partita.training.cuda_graphs import GraphCache
 

@@ -35,8 +35,8 @@ from partita.engines.availability import Availability
 from partita.engines.simulation import SimulationEngine
 from partita.methods import build
 from partita.methods.local_only import local_only
-from partita.testing.conformance import states_of
 from partita.testing.toy import Float64Model
+from partita.testing.trial import states_of
 from partita.training.batch_shapes import BatchPadding, step_shapes
 from partita.training.batching import collate, iterate_batches
 from partita.training.local_training import group_key, train_clients
