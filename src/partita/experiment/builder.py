@@ -19,7 +19,6 @@ from partita.core.group_units import count_groups
 from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.own_code import digests
-from partita.core.plan import RoundInfo, plan_for
 from partita.core.registry import call, find_function
 from partita.core.rng import Key
 from partita.core.rounds import initial_server
@@ -27,7 +26,6 @@ from partita.core.sampling import SAMPLING, Uniform
 from partita.core.settings import Run, RunError
 from partita.data import Federation, Task
 from partita.data.cache import cache_folder
-from partita.data.groups import groups_at_several_clients
 from partita.engines.attackers import add_attack, choose_attackers
 from partita.engines.autotune import (
     bf16_slowdown,
@@ -45,6 +43,14 @@ from partita.evaluation import Evaluator
 from partita.evaluation.answers import with_generation
 from partita.evaluation.own_metrics import with_own_metrics
 from partita.experiment import early_stopping
+from partita.experiment.build_checks import (
+    check_augmentation,
+    check_class_loss,
+    check_plan,
+    check_unseen,
+    warn_shared_groups,
+    warn_slow_bf16,
+)
 from partita.experiment.config import Config, shared_digest
 from partita.experiment.config_code import check_recorded
 from partita.experiment.config_tables import EngineConfig, FederationConfig
@@ -57,10 +63,8 @@ from partita.privacy.secret import draw, from_file
 from partita.secure_aggregation.eligibility import check_eligible
 from partita.storage.client_store import ClientStore
 from partita.storage.initial_values import InitialValues
-from partita.tasks.losses import CLASS_LOSSES
 from partita.track import TRACKERS, check_installed
 from partita.training.cuda_graphs import GraphCache
-from partita.training.parameter_groups import parameter_groups
 
 
 @dataclass(frozen=True)
@@ -119,8 +123,8 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
         raise RunError(
             "model.frozen leaves no parameter to train; freeze fewer tags, or train an adapter: [model.adapter]"
         )
-    _check_class_loss(config, raw_federation.task)
-    _check_augmentation(config, raw_federation.task)
+    check_class_loss(config, raw_federation.task)
+    check_augmentation(config, raw_federation.task)
     if config.training.group_by_length:
         lengths_to_group(raw_federation.task.train, torch.arange(0))  # refuses data without texts
     if config.training.loss_average == "tokens" and raw_federation.task.kind.head not in ("tokens", "lm"):
@@ -148,7 +152,7 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
     run, guard = build_run(config, method, model, federation, key, secret)
     availability = _availability(config.federation, method)
     if device.type == "cpu" and "bfloat16" in (config.training.precision, config.model.get("dtype")):
-        _warn_slow_bf16(bf16_slowdown())
+        warn_slow_bf16(bf16_slowdown())
     block = config.engine.clients_per_block
     if block == "auto":
         captures = config.engine.cuda_graphs is not False or config.engine.compile is True
@@ -166,13 +170,13 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
     )
     if device.type == "cpu":
         check_block(run, model, federation.clients, block)
-    _check_plan(run, model, federation.clients[0])
+    check_plan(run, model, federation.clients[0])
     task = raw_federation.task
     wanted = config.evaluate
     evaluator = with_generation(task.kind.evaluator(task.classes), wanted.max_new_tokens, wanted.generate_examples)
     evaluator = with_own_metrics(evaluator, wanted.metrics)
     early_stopping.check(config, evaluator, federation, guard)
-    _check_unseen(config, run, model, federation, guard)
+    check_unseen(config, run, model, federation, guard)
     check_samples(config, run, model, task, federation.clients[0])
     subgroups = find_groups(task, config.evaluate.subgroups)
     return Experiment(
@@ -296,7 +300,7 @@ def build_run(
             f"{config.privacy.unit}; set data.pack to false, or privacy.unit to 'client'"
         )
     if config.privacy.unit == "group":
-        _warn_shared_groups(federation, config.privacy.group)
+        warn_shared_groups(federation, config.privacy.group)
     guard = make_private(run, model, dict(_Sizes(federation)), config.privacy)
     check_eligible(guard.run, model, federation.clients)
     return guard.run, guard
@@ -326,15 +330,6 @@ def build_engine(experiment: Experiment, store: ClientStore) -> SimulationEngine
     )
 
 
-def _check_class_loss(config: Config, task: Task) -> None:
-    given = [key for key in ("label_smoothing", "class_weights") if getattr(config.training, key)]
-    if given and task.kind.loss not in CLASS_LOSSES:
-        raise RunError(
-            f"training.{given[0]} is for tasks in which a target is one class, not for a task of kind "
-            f"'{task.kind.name}'; leave it out"
-        )
-
-
 def _with_ranks(config: Config, method: Method, clients: Sequence[str]) -> Method:
     """Check the options of `[model.adapter]` against the run, and give each client the rank that they say.
 
@@ -359,16 +354,6 @@ def _with_ranks(config: Config, method: Method, clients: Sequence[str]) -> Metho
     return rank_by_client(method, options.rank_of(clients))
 
 
-def _check_augmentation(config: Config, task: Task) -> None:
-    if config.training.augment and task.kind.inputs != "image":
-        raise RunError(f"training.augment is for images, not for a task of kind '{task.kind.name}'; leave it out")
-    if config.training.augment and config.engine.cache_frozen:
-        raise RunError(
-            "training.augment and engine.cache_frozen are both set; a cache needs the same images in every round, so "
-            "leave one of them out"
-        )
-
-
 def _with_attackers(config: Config, method: Method, federation: Federation, key: Key) -> tuple[Method, Federation]:
     """Let the simulated attackers change the method's updates or their own labels."""
     settings = config.federation
@@ -391,53 +376,6 @@ def _availability(federation: FederationConfig, method: Method) -> Availability:
     return Availability() if method.pool else Availability(federation.client_dropout, federation.straggler_rate, trace)
 
 
-def _check_plan(run: Run, model: Model, client: str) -> None:
-    """Compute the plan of the first and last round and the adaptation, so that errors come before any training."""
-    for round in (0, run.rounds - 1):
-        plan = plan_for(run.method.plan, model, RoundInfo(round, run.rounds, client))
-        parameter_groups(run.training, model, plan.train)
-    if run.method.adapt:
-        run.method.adapt(model)
-
-
-def _check_unseen(config: Config, run: Run, model: Model, federation: Federation, guard: PrivacyGuard | None) -> None:
-    epochs = config.evaluate.unseen_epochs
-    if not epochs:
-        return
-    if not federation.unseen:
-        raise RunError(
-            f"evaluate.unseen_epochs is {epochs}, but all clients take part; set split.unseen, or leave it out"
-        )
-    if not config.evaluate.personal_every:
-        raise RunError(
-            f"evaluate.unseen_epochs is {epochs}, but no client is tested on its own data; set "
-            "evaluate.personal_every above 0, or leave it out"
-        )
-    if guard is not None and guard.withholds_own_scores:
-        raise RunError(
-            f"evaluate.unseen_epochs is {epochs}, but the privacy guarantee withholds the scores of clients' own "
-            "models; leave it out, or set privacy.unit to 'example' with a method that fits nothing for the test"
-        )
-    if model.personal(model.initial) is not model.initial:
-        # Copies and caches: the loss of plain training does not read them, so they have no gradient.
-        raise RunError(
-            f"evaluate.unseen_epochs is {epochs}, but clients of {run.method.name} are tested with a copy or a cache "
-            "that only the method's own rounds fill; leave it out, or use a method that keeps a part of the model, "
-            "such as fedper"
-        )
-
-
-def _warn_shared_groups(federation: Federation, column: str | None) -> None:
-    shared, total = groups_at_several_clients(federation)
-    if shared:
-        warnings.warn(
-            f"{shared:,} of {total:,} values of column '{column}' have examples at several clients; the guarantee is "
-            "for what one client has of a value, and its cost adds up over clients: use split.name = 'groups' with "
-            "this column, or another split that keeps a value at one client",
-            stacklevel=3,
-        )
-
-
 class _Sizes(Mapping[str, int]):
     """Number of training examples per client, or of groups, 0 if the examples are on another machine.
 
@@ -458,15 +396,6 @@ class _Sizes(Mapping[str, int]):
 
     def __len__(self) -> int:
         return len(self.federation.clients)
-
-
-def _warn_slow_bf16(times: float) -> None:
-    if times > 2:
-        warnings.warn(
-            f"bfloat16 is about {times:.0f} times slower than float32 on this CPU; to try a run here, set "
-            "training.precision and model.dtype to 'float32'",
-            stacklevel=3,
-        )
 
 
 def _data_options(config: Config) -> dict[str, Any]:
