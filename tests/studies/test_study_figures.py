@@ -241,7 +241,9 @@ def test_contrasts_of_digits_follow_from_the_lines() -> None:
     assert all(arms["auto"] == arms["never"] for arms in points)
 
 
-@pytest.mark.parametrize(("name", "count"), [("digits-seeds", 5), ("digits-value", 3), ("cifar100-long", 5)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("digits-seeds", 5), ("digits-value", 3), ("cifar100-long", 5), ("digits-grid", 4)]
+)
 def test_contrasts_of_frozen_kernels_follow_from_the_lines(name: str, count: int) -> None:
     contrasts = load_script("frozen/contrasts")
     page = (STUDIES / "frozen" / "README.md").read_text()
