@@ -458,7 +458,7 @@ def test_mean_pooling_trains_on_cached_layers_and_is_not_exported(tmp_path: Path
     assert recorded.params().keys() == {"classifier.weight", "classifier.bias"}
     plainly = recorded_run(tmp_path / "plain", raw, **options)
     assert max_difference(recorded.params(), plainly.params()) < CLOSE
-    with pytest.raises(ExportError, match=r"reads the mean of all tokens \(model\.pooling\).*'partita predict'"):
+    with pytest.raises(ExportError, match=r"reads a mean of all tokens \(model\.pooling\).*'partita predict'"):
         export_model(recorded, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
 

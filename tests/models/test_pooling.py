@@ -14,7 +14,7 @@ from partita import models
 from partita.core.rng import Key
 from partita.models import ModelError
 from partita.models.adapter import FunctionalModel, from_module
-from partita.models.architectures import ARCHITECTURES
+from partita.models.architectures import ARCHITECTURES, Pooling
 from partita.models.frozen_cache import FrozenForward
 
 ENCODERS = ["bert-text", "roberta-text", "electra-text", "distilbert-text"]
@@ -22,9 +22,10 @@ ENCODERS = ["bert-text", "roberta-text", "electra-text", "distilbert-text"]
 
 @pytest.mark.parametrize("case", ENCODERS)
 @pytest.mark.parametrize("left", [False, True])
-def test_mean_pooling_equals_the_masked_mean_of_transformers_states(case: str, left: bool) -> None:
+@pytest.mark.parametrize("pooling", ["mean", "unit_mean"])
+def test_mean_pooling_equals_the_masked_mean_of_transformers_states(case: str, left: bool, pooling: Pooling) -> None:
     plain = make_case(case).plain
-    model = make_model(case, pooling="mean")
+    model = make_model(case, pooling=pooling)
     params = {name: make_case(case).params[name] for name in model.initial}
     texts = random_texts(2, left)
     out = model(params, texts)
@@ -35,6 +36,8 @@ def test_mean_pooling_equals_the_masked_mean_of_transformers_states(case: str, l
         kept = [state for state, real in zip(row, mask.tolist(), strict=True) if real]
         rows.append(sum(kept[1:], kept[0]) / len(kept))
     features = torch.stack(rows)
+    if pooling == "unit_mean":
+        features = features / features.square().sum(-1, keepdim=True).sqrt()
     assert torch.allclose(out.features, features, atol=1e-5)  # type: ignore[arg-type]
     with torch.no_grad():
         if case == "distilbert-text":
@@ -53,8 +56,9 @@ def test_mean_pooling_without_a_mask_is_the_plain_mean() -> None:
     assert torch.allclose(model(params, {"input_ids": ids}).logits, whole.logits, atol=1e-6)
 
 
-def test_mean_pooling_ignores_padding() -> None:
-    model = make_model("bert-text", pooling="mean")
+@pytest.mark.parametrize("pooling", ["mean", "unit_mean"])
+def test_mean_pooling_ignores_padding(pooling: Pooling) -> None:
+    model = make_model("bert-text", pooling=pooling)
     params, texts = perturbed(model.initial), random_texts(1)
     wider = {name: torch.nn.functional.pad(value, (0, 3)) for name, value in texts.items()}
     assert torch.allclose(model(params, texts).logits, model(params, wider).logits, atol=1e-5)
@@ -76,20 +80,35 @@ def test_mean_pooling_trains_on_cached_states() -> None:
     assert torch.allclose(model(model.initial, texts).features, features, atol=1e-5)  # type: ignore[arg-type]
 
 
+def test_features_of_length_one_bound_the_gradient_of_a_linear_head() -> None:
+    model = make_model("bert-text", frozen=("base",), pooling="unit_mean")
+    texts = random_texts(1)
+    for scale in (0.1, 30.0):  # weights under which examples are fitted, and weights under which they are far off
+        params = {name: (scale * value).requires_grad_() for name, value in perturbed(model.initial).items()}
+        out = model(params, texts)
+        assert torch.allclose(out.features.norm(dim=-1), torch.ones(len(out.logits)), atol=1e-5)  # type: ignore[union-attr]
+        for row in out.logits:
+            loss = torch.nn.functional.cross_entropy(row, row.detach().argmin())
+            gradient = torch.autograd.grad(loss, [*params.values()], retain_graph=True)
+            # |p - y| <= sqrt(2), and a feature of length 1 beside the bias's input of 1 has a length of sqrt(2)
+            assert sum(float(part.square().sum()) for part in gradient) <= 4 + 1e-4
+
+
 @pytest.mark.parametrize("case", ["bert-tokens", "llama-text", "vit-image"])
-def test_mean_pooling_is_refused_where_it_has_no_meaning(case: str) -> None:
-    with pytest.raises(ModelError, match="pooling = 'mean' is for text classification with one of bert, distilbert"):
-        make_model(case, pooling="mean")
+@pytest.mark.parametrize("pooling", ["mean", "unit_mean"])
+def test_mean_pooling_is_refused_where_it_has_no_meaning(case: str, pooling: Pooling) -> None:
+    with pytest.raises(ModelError, match=f"pooling = '{pooling}' is for text classification with one of bert, distilb"):
+        make_model(case, pooling=pooling)
 
 
 def test_mean_pooling_is_no_folder_of_transformers(tmp_path: Path) -> None:
     task, model, _ = text_model(tmp_path)
     path = str(write_encoder(tmp_path / "other"))
-    mean = models.build("pretrained", task, Key(0), path=path, pooling="mean")
+    mean = models.build("pretrained", task, Key(0), path=path, pooling="unit_mean")
     assert isinstance(mean, FunctionalModel)
     adapted = mean.low_rank(2, 4.0, ("query",), Key(1))
     for each in (mean, adapted):
-        with pytest.raises(ModelError, match="reads the mean of all tokens"):
+        with pytest.raises(ModelError, match="reads a mean of all tokens"):
             each.save_pretrained(each.initial, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
     model.save_pretrained(model.initial, tmp_path / "saved")
@@ -102,4 +121,4 @@ def test_pooler_is_a_part_of_the_head_with_a_tag_of_its_own() -> None:
     assert model.names("head") == pooler | {"classifier.weight", "classifier.bias"}
     alone = from_module("bert", module_of("bert-text"), ("base", "pooler"))
     assert alone.initial.keys() == {"classifier.weight", "classifier.bias"}
-    assert {name for name, row in ARCHITECTURES.items() if row.mean} == {"bert", "roberta", "electra", "distilbert"}
+    assert {name for name, row in ARCHITECTURES.items() if row.pooling} == {"bert", "roberta", "electra", "distilbert"}

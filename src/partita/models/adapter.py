@@ -31,7 +31,7 @@ from partita.tasks import IMAGE, TEXT, TaskKind
 from partita.tasks.chunked_loss import linear_cross_entropy
 from partita.tasks.losses import CLASS_LOSSES, class_losses, token_cross_entropy
 
-MEAN_POOLING = "its head reads the mean of all tokens (model.pooling), but transformers' reads one token"
+MEAN_POOLING = "its head reads a mean of all tokens (model.pooling), but transformers' reads one token"
 BASE, ALL = "base", "all"  # words of `frozen`: everything but the head, and everything
 MANY_LAYERS = 12  # compiling more as a whole takes minutes
 SMALL_MODEL = 2**24  # parameters, up to which calling the programs of single layers takes longer than their work
@@ -252,7 +252,7 @@ def from_module(
         quantize: If set, the format of frozen linear weights.
         checkpointing: Whether to recompute activations in the backward pass.
         processor: Tokenizer or image processor, saved with the model.
-        pooling: What the head of a text encoder reads: what it reads in transformers, or the mean of all tokens.
+        pooling: What the head of a text encoder reads: what it reads in transformers, or a mean of all tokens.
 
     Raises:
         ModelError: If the architecture does not support the kind or the pooling, or `frozen` matches no parameter or
@@ -262,7 +262,7 @@ def from_module(
     if kind is None:
         kind = IMAGE if module.main_input_name == "pixel_values" else TEXT
     forward = forward_of(model_type, kind.head, pooling)
-    if pooling == "mean" and getattr(module.base_model, "pooler", None) is not None:
+    if pooling != "model" and getattr(module.base_model, "pooler", None) is not None:
         module.base_model.register_module("pooler", None)  # nothing reads it
     split_qkv.split(module)
     # Every random draw must come from a key, but torch's dropout draws from global state. So the module stays in eval

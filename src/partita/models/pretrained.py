@@ -54,7 +54,9 @@ def pretrained(
     quantize: Annotated[Literal["8bit", "4bit"] | None, "store frozen linear weights in 8 or 4 bits"] = None,
     checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False,
     pooling: Annotated[
-        Pooling, "text encoders: what the head reads, as in transformers (`model`) or the `mean` of all tokens"
+        Pooling,
+        "text encoders: what the head reads, as in transformers (`model`), the `mean` of all tokens, or that mean "
+        "scaled to a length of one (`unit_mean`)",
     ] = "model",
 ) -> FunctionalModel:
     """A pretrained model from a folder or the Hub. Its head is kept if it has as many outputs as the task.

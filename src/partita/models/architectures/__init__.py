@@ -64,21 +64,20 @@ def forward_of(model_type: str, head: Head, pooling: Pooling = "model") -> Forwa
     Args:
         model_type: The `model_type` in the config of transformers.
         head: The head.
-        pooling: What the head reads: what it reads in transformers, or the mean of all tokens.
+        pooling: What the head reads: what it reads in transformers, or a mean of all tokens.
 
     Raises:
         ModelError: If the model type is not supported with this head or pooling.
     """
     heads = architecture(model_type).heads
-    if pooling == "mean":
-        mean = architecture(model_type).mean
-        if mean is None or head != "text":
-            known = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if each.mean))
+    if pooling != "model":
+        if pooling not in architecture(model_type).pooling or head != "text":
+            known = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if pooling in each.pooling))
             raise ModelError(
-                f"pooling = 'mean' is for text classification with one of {known}, not for a '{model_type}' and tasks "
-                f"of kind {head}; leave pooling out"
+                f"pooling = '{pooling}' is for text classification with one of {known}, not for a '{model_type}' and "
+                f"tasks of kind {head}; leave pooling out"
             )
-        return mean
+        return architecture(model_type).pooling[pooling]
     if head in heads:
         return heads[head]
     raise ModelError(

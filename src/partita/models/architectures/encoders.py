@@ -42,7 +42,7 @@ def like_bert(body: str, text: Forward) -> Architecture:
             *_HEADS,
         ),
         heads={"text": text, "tokens": all_tokens},
-        mean=mean_of_tokens,
+        pooling={"mean": from_mean, "unit_mean": from_unit_mean},
         start=InputSide("input_ids", ("embeddings", "embeddings_project"), "encoder.layer"),
     )
 
@@ -62,16 +62,26 @@ def all_tokens(module: Any, inputs: Tensors) -> Output:
     return Output(module.classifier(head_dropout(module, state)), state[:, 0])
 
 
-def mean_of_tokens(module: Any, inputs: Tensors) -> Output:
+def from_mean(module: Any, inputs: Tensors) -> Output:
     """Classify texts from the mean of all tokens that are not padding. A `Forward` of `module` and `inputs`."""
-    features = _mean(module.base_model(**inputs).last_hidden_state, inputs.get("attention_mask"))
+    return _classify(module, _mean(module, inputs))
+
+
+def from_unit_mean(module: Any, inputs: Tensors) -> Output:
+    """Classify texts from that mean, scaled to a length of one. A `Forward` of `module` and `inputs`."""
+    return _classify(module, functional.normalize(_mean(module, inputs), dim=-1))
+
+
+def _classify(module: Any, features: Tensor) -> Output:
     if isinstance(module.classifier, nn.Linear):
         return Output(module.classifier(head_dropout(module, features)), features)
     return Output(module.classifier(features.unsqueeze(-2)), features)  # RoBERTa's head selects the first token
 
 
-def _mean(states: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return the mean of (example, token, width) over the tokens that are not padding, (example, width)."""
+def _mean(module: Any, inputs: Tensors) -> Tensor:
+    """Return the mean over the tokens that are not padding, (example, width)."""
+    states = module.base_model(**inputs).last_hidden_state  # (example, token, width)
+    attention_mask = inputs.get("attention_mask")
     if attention_mask is None:
         return states.mean(-2)
     weights = attention_mask.to(states.dtype).unsqueeze(-1)
@@ -84,7 +94,11 @@ def _through_relu(module: Any, inputs: Tensors) -> Output:
 
 
 def _mean_through_relu(module: Any, inputs: Tensors) -> Output:
-    return _relu_head(module, _mean(module.base_model(**inputs).last_hidden_state, inputs.get("attention_mask")))
+    return _relu_head(module, _mean(module, inputs))
+
+
+def _unit_mean_through_relu(module: Any, inputs: Tensors) -> Output:
+    return _relu_head(module, functional.normalize(_mean(module, inputs), dim=-1))
 
 
 def _relu_head(module: Any, features: Tensor) -> Output:
@@ -109,6 +123,6 @@ DISTILBERT = Architecture(
         *_HEADS,
     ),
     heads={"text": _through_relu, "tokens": all_tokens},
-    mean=_mean_through_relu,
+    pooling={"mean": _mean_through_relu, "unit_mean": _unit_mean_through_relu},
     start=InputSide("input_ids", ("embeddings",), "transformer.layer"),
 )

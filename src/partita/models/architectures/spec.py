@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
@@ -16,9 +16,8 @@ ROLES = ("query", "key", "value", "output", "mlp", "norm", "embedding", "head") 
 
 TagRule = tuple[str, ...]  # pattern of the full parameter name, role, further tags
 Forward = Callable[[Any, Tensors], Output]
-Pooling = Literal[
-    "model", "mean"
-]  # what the head of a text encoder reads: as in transformers, or the mean of all tokens
+# What the head of a text encoder reads: as in transformers, the mean of all tokens, or that mean at a length of one.
+Pooling = Literal["model", "mean", "unit_mean"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Architecture:
     Attributes:
         roles: Tag rules. The group "layer" of a pattern becomes the tag "layer.N".
         heads: Forward function for each supported head.
-        mean: Forward function of text classification by the mean of all tokens; None if it has none.
+        pooling: Forward function of text classification for each other pooling than the model's own.
         transposed: Whether weights are (in, out), as GPT-2's Conv1D holds them, and not (out, in) as nn.Linear does.
         start: The input side. Without it, frozen layers cannot be cached and no layers can be skipped.
         packs: Whether the forward functions take packed rows: "position_ids", and "segment_ids" that do not attend to
@@ -46,7 +45,7 @@ class Architecture:
 
     roles: tuple[TagRule, ...]
     heads: Mapping[Head, Forward]
-    mean: Forward | None = None
+    pooling: Mapping[Pooling, Forward] = field(default_factory=dict)
     transposed: bool = False
     start: InputSide | None = None
     packs: bool = False
