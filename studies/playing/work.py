@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 DIVERGED = ("finite", "implausible")  # words of errors about numbers that are not finite, and updates that are too long
+TESTED_BY = {"test": "every", "personal": "personal_every", "validation": "validation_every"}  # options of [evaluate]
 
 
 def configured(planned: Planned, threads: int | None = None) -> Config:
@@ -40,6 +41,8 @@ def configured(planned: Planned, threads: int | None = None) -> Config:
     config = parse(anchored(dict(planned.raw), planned.folder))
     if planned.kind == "tune":
         config = _without_test(config, planned)
+    elif not getattr(config.evaluate, TESTED_BY[planned.on]):
+        raise StudyError(f"on is '{planned.on}', but evaluate.{TESTED_BY[planned.on]} is 0; set it in the config")
     return replace(config, engine=replace(config.engine, threads=config.engine.threads or threads))
 
 
@@ -52,6 +55,11 @@ def _without_test(config: Config, planned: Planned) -> Config:
         raise StudyError(
             "tuning reads exact scores on the clients' validation examples, which the guarantee of [privacy] does not "
             "cover; tune on public data of the same kind, or accept that with disclose_validation = true in [tune]"
+        )
+    if config.validation_every > config.rounds:
+        raise StudyError(
+            f"evaluate.validation_every is {config.validation_every}, but arm '{planned.arm}' has only {config.rounds} "
+            "rounds, so no round would be scored; lower it, or leave it out to score every round"
         )
     return validation_only(config, planned.score, disclose=True)
 
@@ -170,8 +178,7 @@ def check_score(planned: Planned, rows: Sequence[Row]) -> None:
     part = "validation" if planned.kind == "tune" else planned.on
     tested = [row[part] for row in rows if row.get(part)]
     if not tested:
-        key = {"test": "every", "personal": "personal_every", "validation": "validation_every"}[part]
-        raise StudyError(f"no round has scores on '{part}'; set evaluate.{key} in the config")
+        raise StudyError(f"no round has scores on '{part}'; set evaluate.{TESTED_BY[part]} in the config")
     known = dict.fromkeys(metric for scores in tested for metric in scores)
     if planned.score not in known:
         raise StudyError(f"score is '{planned.score}', which the runs do not have; there are {', '.join(known)}")

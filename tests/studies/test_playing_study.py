@@ -207,6 +207,25 @@ def test_tuning_never_reads_a_test_set_and_needs_validation_parts(tmp_path: Path
         configured(plan(study, "tune", Asked(), [])[0])
 
 
+def test_runs_are_refused_where_no_round_would_be_scored(tmp_path: Path) -> None:
+    personal = STUDY.replace("last = 2", 'last = 2\non = "personal"')
+    study = read_study(write_study(tmp_path, personal, CONFIG.replace("personal_every = 3", "personal_every = 0")))
+    with pytest.raises(StudyError, match=r"on is 'personal', but evaluate.personal_every is 0"):
+        configured(plan(study, "run", Asked(), [])[0])
+    study = read_study(write_study(tmp_path, STUDY, CONFIG.replace("drift = false", "drift = false\nevery = 0")))
+    with pytest.raises(StudyError, match=r"on is 'test', but evaluate.every is 0"):
+        configured(plan(study, "run", Asked(), [])[0])
+
+
+def test_tuning_is_refused_where_no_round_would_be_scored(tmp_path: Path) -> None:
+    never = TUNED.replace("last = 2", 'last = 2\nset."evaluate.validation_every" = 4')
+    for text, rounds in ((never, 3), (never.replace("[arms.fedavg]", "[arms.fedavg]\nrounds = 2"), 2)):
+        study = read_study(write_study(tmp_path, text))
+        with pytest.raises(StudyError, match=f"validation_every is 4, but arm 'fedavg' has only {rounds} rounds"):
+            configured(plan(study, "tune", Asked(), [])[0])
+    configured(plan(read_study(write_study(tmp_path, never.replace("= 4", "= 3"))), "tune", Asked(), [])[0])
+
+
 def test_a_line_that_was_cut_off_is_left_out_and_replaced(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     assert read_lines(file) == []
