@@ -3,7 +3,6 @@
     PYTHONPATH=src:studies python studies/frozen/contrasts.py digits-seeds
     PYTHONPATH=src:studies python studies/frozen/contrasts.py digits-value
     PYTHONPATH=src:studies python studies/frozen/contrasts.py cifar100-long
-    PYTHONPATH=src:studies python studies/frozen/contrasts.py digits-grid
 
 `play.py table` has differences of scores to `never`, which is FedAvg. Here are also those of spreads, between two
 settings, and between two frozen sets. All are paired by seed.
@@ -26,7 +25,7 @@ from playing.tables import Row, p_text, paired_by_seed, summarize
 from partita.report.comparison import Difference
 from partita.report.tables import holm
 
-DIGITS, VALUE, GRID = "digits-seeds", "digits-value", "digits-grid"
+DIGITS, VALUE = "digits-seeds", "digits-value"
 THREE, ORDERS, KEPT, TEN = (
     "labels, 3 clients",
     "orders, 3 clients",
@@ -53,7 +52,9 @@ def setting_of(point: Mapping[str, Any]) -> str:
     if len(point) == 1:
         [name] = point.values()
         return str(name)
-    return ", ".join(f"{value} {axis}" for axis, value in point.items())
+    return ", ".join(
+        f"{value} {axis.removesuffix('s') if str(value) == '1' else axis}" for axis, value in point.items()
+    )
 
 
 def lines_of(lines: Sequence[Line], setting: str, arm: str) -> list[Line]:
@@ -111,19 +112,7 @@ def value_tests(rows: Rows) -> dict[str, Difference]:
     }
 
 
-def grid_tests(rows: Rows) -> dict[str, Difference]:
-    """Return the differences of the hypotheses about `digits-grid.toml`."""
-    few, many = "3 clients, 20 epochs", "30 clients, 20 epochs"
-    short, both = "3 clients, 1 epochs", "30 clients, 1 epochs"
-    return {
-        f"1. 0.5, {few}": paired_by_seed(rows[few]["0.5"].means, rows[few]["never"].means),
-        "2. 0.5, 20 epochs, 30 clients less 3": paired_by_seed(gaps(rows, many, "0.5"), gaps(rows, few, "0.5")),
-        "3. 0.5, 3 clients, 20 epochs less 1": paired_by_seed(gaps(rows, few, "0.5"), gaps(rows, short, "0.5")),
-        "4. 0.5, 30 clients, 1 epoch": paired_by_seed(rows[both]["0.5"].means, rows[both]["never"].means),
-    }
-
-
-TESTS = {DIGITS: seed_tests, VALUE: value_tests, GRID: grid_tests}
+TESTS = {DIGITS: seed_tests, VALUE: value_tests}
 
 
 def hypotheses(tests: Mapping[str, Difference]) -> str:
@@ -166,33 +155,6 @@ def between(rows: Rows, after: str, before: str) -> str:
     return "\n".join(table)
 
 
-def settings(rows: Rows) -> str:
-    """Return a table of the score of `never`, and of how far the other arms are above it, by setting."""
-    arms = [arm for arm in next(iter(rows.values())) if arm != "never"]
-    table = [f"| setting | `never`, % | {' | '.join(f'`{arm}`' for arm in arms)} |", f"|---|{'--:|' * (len(arms) + 1)}"]
-    for setting, own in rows.items():
-        means = [100 * mean for mean in own["never"].means.values()]
-        cells = [f"{statistics.fmean(means):.1f} ± {statistics.stdev(means):.1f}"]
-        cells += [text(paired_by_seed(own[arm].means, own["never"].means), 1) for arm in arms]
-        table.append(f"| {setting} | {' | '.join(cells)} |")
-    return "\n".join(table)
-
-
-def by_epochs(rows: Rows) -> str:
-    """Return a table of how far the warm-ups of `digits-grid.toml` are above `never`, in the mean over clients."""
-    table = ["| mean over 3, 10 and 30 clients | `0.3` | `0.5` |", "|---|--:|--:|"]
-    means: dict[tuple[str, int], Values] = {}
-    for epochs in (1, 5, 20):
-        for arm in ("0.3", "0.5"):
-            each = [gaps(rows, f"{clients} clients, {epochs} epochs", arm) for clients in (3, 10, 30)]
-            means[arm, epochs] = {seed: statistics.fmean(own[seed] for own in each) for seed in each[0]}
-        level = [paired_by_seed(means[arm, epochs], dict.fromkeys(means[arm, epochs], 0.0)) for arm in ("0.3", "0.5")]
-        table.append(f"| {epochs} epochs | {' | '.join(text(found, 1) for found in level)} |")
-    change = [paired_by_seed(means[arm, 20], means[arm, 1]) for arm in ("0.3", "0.5")]
-    table.append(f"| 20 less 1 | {' | '.join(text(found, 1) for found in change)} |")
-    return "\n".join(table)
-
-
 def drift(lines: Sequence[Line], rows: Rows) -> str:
     """Return a table of how far clients' updates are apart by tag, over the last rounds of `never`."""
     table = [f"| dispersion | {' | '.join(TAGS)} |", f"|---|{'--:|' * len(TAGS)}"]
@@ -222,8 +184,6 @@ def rise(study: Study, lines: Sequence[Line], rows: Rows) -> str:
 def page_tables(study: Study, lines: Sequence[Line], rows: Rows) -> list[str]:
     """Return the tables of the page."""
     tested = hypotheses(TESTS[study.name](rows)) if study.name in TESTS else rise(study, lines, rows)
-    if study.name == GRID:
-        return [tested, settings(rows), by_epochs(rows), rise(study, lines, rows)]
     if study.name == VALUE:
         return [tested, spreads(study, lines, rows), between(rows, "0.5, value", "0.5")]
     compared = [between(rows, "0.3", "0.3, random set"), between(rows, "0.5", "0.3")]

@@ -241,15 +241,21 @@ def test_contrasts_of_digits_follow_from_the_lines() -> None:
     assert all(arms["auto"] == arms["never"] for arms in points)
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("digits-seeds", 5), ("digits-value", 3), ("cifar100-long", 5), ("digits-grid", 4)]
-)
+@pytest.mark.parametrize(("name", "count"), [("digits-seeds", 5), ("digits-value", 3), ("cifar100-long", 5)])
 def test_contrasts_of_frozen_kernels_follow_from_the_lines(name: str, count: int) -> None:
     contrasts = load_script("frozen/contrasts")
     page = (STUDIES / "frozen" / "README.md").read_text()
     found = contrasts.page_tables(*contrasts.read(name))
     assert len(found) == count
     assert all(table in page for table in found)
+
+
+def test_clients_by_epochs_follow_from_the_lines() -> None:
+    grid = load_script("frozen/grid")
+    page = (STUDIES / "frozen" / "README.md").read_text()
+    tables = [*grid.grid_tables(), *grid.steps_tables()]
+    assert len(tables) == 7
+    assert all(table in page for table in tables)
 
 
 def test_the_map_of_freezing_follows_from_the_lines() -> None:
