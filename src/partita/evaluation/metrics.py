@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -14,8 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from partita.core.data import IGNORE_INDEX
+from partita.evaluation import ranking
 from partita.evaluation.calibration import Calibration
 from partita.evaluation.entities import Counts, TagScheme
+
+Area = Callable[[NDArray[Any], NDArray[Any], ranking.Floats], ranking.Floats]  # of `ranking`
 
 
 class EvaluationError(ValueError):
@@ -325,12 +328,10 @@ def _f1(truth: NDArray[Any], guesses: NDArray[Any]) -> dict[str, float]:
 
 def _auroc(truth: NDArray[Any], scores: NDArray[Any]) -> dict[str, float]:
     """Return the mean AUROC over the classes with both positive and negative examples."""
-    from sklearn.metrics import roc_auc_score
-
     both = np.flatnonzero(truth.any(0) & ~truth.all(0))
     if not len(both) or not np.isfinite(scores).all():
         return {}
-    return {"auroc": float(np.mean([roc_auc_score(truth[:, place], scores[:, place]) for place in both]))}
+    return {"auroc": _class_mean(ranking.auroc, truth, scores, both)}
 
 
 def _auprc(truth: NDArray[Any], scores: NDArray[Any]) -> dict[str, float]:
@@ -338,18 +339,15 @@ def _auprc(truth: NDArray[Any], scores: NDArray[Any]) -> dict[str, float]:
     occurring = np.flatnonzero(truth.any(0))
     if not len(occurring) or not np.isfinite(scores).all():
         return {}
-    by_class = [_average_precision(truth[:, place], scores[:, place]) for place in occurring]
-    pooled = _average_precision(truth.ravel(), scores.ravel())
-    return {"macro_auprc": float(np.mean(by_class)), "micro_auprc": pooled}
+    pooled = ranking.average_precision(truth.ravel(), scores.ravel(), np.ones((1, truth.size)))
+    mean = _class_mean(ranking.average_precision, truth, scores, occurring)
+    return {"macro_auprc": mean, "micro_auprc": float(pooled[0])}
 
 
-def _average_precision(truth: NDArray[Any], scores: NDArray[Any]) -> float:
-    """Return the mean precision over the positive examples, each at the threshold of its own score."""
-    order = np.argsort(-scores)
-    ranked = scores[order]
-    last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))  # the last example of each distinct score
-    found = np.cumsum(truth[order])[last]
-    return float(np.sum(found / (last + 1) * np.diff(found, prepend=0)) / found[-1])
+def _class_mean(area: Area, truth: NDArray[Any], scores: NDArray[Any], classes: NDArray[np.intp]) -> float:
+    """Return the mean over some classes of (example, class)."""
+    once = np.ones((1, len(truth)))
+    return float(np.mean([area(truth[:, place], scores[:, place], once)[0] for place in classes]))
 
 
 def _r2(errors: Tensor, targets: Tensor) -> dict[str, float]:
