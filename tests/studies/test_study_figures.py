@@ -86,6 +86,7 @@ def test_tables_of_the_page_follow_from_the_lines(name: str) -> None:
         "frozen/digits-decay",
         "frozen/digits-baselines",
         "pretrained/ohsumed-recipe",
+        "private/settings",
         "prompts/clip/office-clients",
         "recipe/dinov2",
         "recipe/minilm",
