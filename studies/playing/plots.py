@@ -204,22 +204,13 @@ def draw_map(axes: Any, grid: Sequence[Sequence[Difference | None]], metric: Met
         for across, cell in enumerate(row):
             if cell is None:
                 continue
+            ink = "white" if abs(values[down][across]) > 0.6 * largest else INK  # seen on the color of the cell
             if cell.low is None or cell.high is None or cell.low <= 0 <= cell.high:
-                axes.add_patch(
-                    Rectangle(
-                        (across - 0.5, down - 0.5),
-                        1,
-                        1,
-                        fill=False,
-                        hatch="////",
-                        edgecolor=MUTED,
-                        linewidth=0,
-                        alpha=0.5,
-                    )
-                )
-            strong = abs(values[down][across]) > 0.6 * largest
-            axes.text(
-                across, down, metric.text(cell.mean, "+"), ha="center", va="center", fontsize=8.5,
-                color="white" if strong else INK,
+                hatched = Rectangle((across - 0.5, down - 0.5), 1, 1, fill=False, linewidth=0, edgecolor=ink, alpha=0.4)
+                hatched.set_hatch("////")
+                axes.add_patch(hatched)
+            text = axes.text(
+                across, down, metric.text(cell.mean, "+"), ha="center", va="center", fontsize=8.5, color=ink
             )  # fmt: skip
+            text.set_bbox({"facecolor": image.cmap(image.norm(values[down][across])), "linewidth": 0, "pad": 1.5})
     return image

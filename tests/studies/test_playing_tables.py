@@ -11,11 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from playing.plots import curves, differences, megabytes, plot
+from matplotlib.colors import same_color, to_rgb
+from matplotlib.figure import Figure
+from playing.plots import curves, differences, draw_map, megabytes, plot
 from playing.study import Study, read_study
 from playing.tables import layer_shares, layers, summarize, tables, tried
 from scipy import stats
 from study_fixtures import STUDY, write_study
+
+from partita.report.comparison import Difference
+from partita.report.metric import metric_named
 
 ARMS = ("fedavg", "broken", "fedprox 0.1")
 ROUNDS = 6
@@ -197,6 +202,19 @@ def test_a_map_hatches_what_is_not_sure(study: Study, lines: list[dict[str, Any]
     drawn = files[2].read_text()
     assert 0 < unsure < 4
     assert len(re.findall(r'style="fill: url\(#', drawn)) == unsure
+
+
+def test_hatches_have_the_ink_of_their_cell() -> None:
+    axes = Figure().subplots()
+    cells = [Difference(3, mean, mean - 1, mean + 1) for mean in (0.01, -0.09, 0.09)]
+    draw_map(axes, [cells], metric_named("accuracy"), 10.0)
+    inks = [text.get_color() for text in axes.texts]
+    assert len(set(inks)) == 2
+    assert inks[1] == inks[2] == "white"
+    hatched = [
+        same_color(patch.get_edgecolor()[:3], to_rgb(ink)) for patch, ink in zip(axes.patches, inks, strict=True)
+    ]
+    assert hatched == [True] * 3
 
 
 def test_two_axes_make_a_map_for_each_arm(tmp_path: Path) -> None:
