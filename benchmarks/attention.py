@@ -21,7 +21,7 @@ from partita.core.data import Batch
 from partita.core.rng import Key
 from partita.engines.autotune import configure_backends
 from partita.models.adapter import FunctionalModel, from_module
-from partita.models.pretrained import seeded
+from partita.core.rng import seeded
 
 LAYERS, WIDTH, HEADS, WORDS, LONGEST = 6, 384, 6, 1000, 4096
 BATCH, TOKENS = 8, 128

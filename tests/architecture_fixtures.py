@@ -16,7 +16,7 @@ from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import ARCHITECTURES
-from partita.models.pretrained import seeded
+from partita.core.rng import seeded
 from partita.tasks import KINDS, TaskKind
 
 CLASSES, WORDS, PAD, END, TOKENS, EXAMPLES, LAYERS = 3, 20, 1, 19, 6, 4, 2

@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from partita.core import tensors
 from partita.core.rng import Key
 from partita.models.adapter import FunctionalModel
-from partita.models.pretrained import pretrained, seeded
+from partita.core.rng import seeded
+from partita.models.pretrained import pretrained
 from partita.models.without_weights import AnyTask
 from partita.tasks import LM, TaskKind
 

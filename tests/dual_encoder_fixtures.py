@@ -35,7 +35,7 @@ from transformers import (
 
 from partita.core.rng import Key
 from partita.models.adapter import without_logs
-from partita.models.pretrained import seeded
+from partita.core.rng import seeded
 from partita.models.prompts.clip import clip
 from partita.models.prompts.dual_encoder import DualEncoder
 

@@ -25,7 +25,7 @@ from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedper import fedper
 from partita.models import ModelError, split_qkv
 from partita.models.adapter import FunctionalModel, from_module, without_logs
-from partita.models.pretrained import seeded
+from partita.core.rng import seeded
 from partita.tasks import KINDS
 
 CLASSES, EXAMPLES, TOKENS, VOCABULARY, PAD, START, END, SIZE = 3, 4, 8, 32, 1, 2, 31, 16

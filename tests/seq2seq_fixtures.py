@@ -7,7 +7,7 @@ from typing import Any
 
 from partita.core.rng import Key
 from partita.models.adapter import without_logs
-from partita.models.pretrained import seeded
+from partita.core.rng import seeded
 from partita.models.tiny_encoder import SPECIAL
 from partita.models.tiny_seq2seq import write_tiny_seq2seq
 

@@ -31,7 +31,7 @@ from partita.experiment.config import parse
 from partita.experiment.runner import prepare, start
 from partita.models import ModelError, build
 from partita.models.frozen_cache import cache_frozen
-from partita.models.pretrained import seeded
+from partita.core.rng import seeded
 from partita.storage.atomic_files import read_json
 from partita.tasks import losses
 

@@ -35,7 +35,7 @@ from partita.experiment.config import parse
 from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg
 from partita.models import build
-from partita.models.pretrained import seeded
+from partita.core.rng import seeded
 from partita.report import compare, load_run
 from partita.tasks import LM, MULTI_LABEL_TEXT, TEXT, TOKENS
 

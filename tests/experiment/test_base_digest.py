@@ -25,7 +25,7 @@ from partita.experiment import flower_app, run_folder, runner
 from partita.experiment.audit import audit
 from partita.experiment.builder import build
 from partita.experiment.config import Config, load
-from partita.models.pretrained import seeded
+from partita.core.rng import seeded
 
 WEIGHTS = "model.safetensors"
 EXPERIMENT = """

@@ -20,7 +20,7 @@ from partita.experiment import run_folder, runner
 from partita.experiment.builder import build
 from partita.experiment.config import Config, load
 from partita.models import ModelError
-from partita.models.pretrained import seeded
+from partita.core.rng import seeded
 
 EXPERIMENT = """
 rounds = 2

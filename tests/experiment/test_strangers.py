@@ -510,7 +510,7 @@ def test_source_never_trusts_remote_code() -> None:
     loads += [
         (path, call)
         for path, call in source_calls()
-        if path in ("models/pretrained.py", "models/exported.py") and ast.unparse(call.func) == "load"
+        if path in ("models/loading.py", "models/exported.py") and ast.unparse(call.func) == "load"
     ]
     assert len(loads) >= 5
     for path, call in loads:

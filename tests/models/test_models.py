@@ -56,7 +56,8 @@ from partita.models import INDEX, ModelError, architectures, attention, build
 from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import ROLES, Architecture, table_tags
 from partita.models.attention import ALIGNMENT, attention_hook, scaled_dot_product
-from partita.models.pretrained import pretrained, seeded
+from partita.core.rng import seeded
+from partita.models.pretrained import pretrained
 from partita.models.vit import vit
 from partita.tasks import IMAGE, LM, MULTI_LABEL_TEXT, TEXT, TaskKind
 from partita.tasks import TOKENS as TAGGED

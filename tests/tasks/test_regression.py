@@ -28,7 +28,7 @@ from partita.evaluation.metrics import Predictions, Regression
 from partita.methods.fedavg import fedavg
 from partita.models import ModelError, build
 from partita.models.adapter import FunctionalModel, without_logs
-from partita.models.pretrained import seeded
+from partita.core.rng import seeded
 from partita.tasks import IMAGE_REGRESSION, TEXT, TEXT_REGRESSION
 from partita.tasks.losses import squared_error
 from partita.training.dp_sgd import clipped_sum

@@ -26,7 +26,7 @@ from partita.core.tensors import Tensors
 from partita.data import Table
 from partita.methods import build
 from partita.models.adapter import from_module
-from partita.models.pretrained import seeded
+from partita.core.rng import seeded
 from partita.tasks import LM, chunked_loss
 from partita.training import ghost_kernels, ghost_layers, private_gradients
 from partita.training.client_axis import VmapError

@@ -16,7 +16,7 @@ import typer
 app = typer.Typer(help="Run across several machines with Flower.", no_args_is_help=True, pretty_exceptions_enable=False)
 
 App = Annotated[Path, typer.Argument(help="Folder of the Flower app.")]
-LOAD = ["partita.experiment.flower_app", "partita.models.vit", "partita.models.pretrained"]
+LOAD = ["partita.experiment.flower_app", "partita.models.vision_transformer", "partita.models.loading"]
 Clients = Annotated[int | None, typer.Option(help="Number of clients to wait for. Default: all clients of the split.")]
 
 

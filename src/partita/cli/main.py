@@ -29,6 +29,7 @@ from partita.cli import track as track_command
 from partita.cli import tune as tune_command
 from partita.cli import watch as watch_command
 from partita.cli.completion import complete_method, complete_methods
+from partita.cli.lazy_imports import import_lazily
 from partita.cli.progress import Verbosity, follow, follow_all
 from partita.cli.stopping import Stopped, stop_on_signals
 from partita.storage.safe_text import printable
@@ -480,6 +481,7 @@ def _show_warning(message: Warning | str, kind: type[Warning], file: str, *more:
 def main() -> None:
     """Run the CLI. Errors that the user can fix print one line; PARTITA_DEBUG=1 shows the traceback."""
     warnings.showwarning = _show_warning  # type: ignore[assignment]
+    import_lazily("torch")
     try:
         with stop_on_signals():
             app()

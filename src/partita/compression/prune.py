@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from partita.compression import CompressionError
 from partita.compression.error_feedback import ErrorFeedback
@@ -107,7 +106,7 @@ class TopKMagnitude(UpdateTransform):
         return math.ceil(self.keep * size)
 
 
-def _encode_indices(places: Tensor, size: int) -> tuple[str, Tensor]:
+def _encode_indices(places: torch.Tensor, size: int) -> tuple[str, torch.Tensor]:
     """Encode indices in the smallest integer type that holds them, or as a bitmask over all elements if smaller."""
     low, kind = _kind(size)
     if len(places) * kind.itemsize <= -(-size // 8):
@@ -118,12 +117,12 @@ def _encode_indices(places: Tensor, size: int) -> tuple[str, Tensor]:
     return MARKS, (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
 
 
-def _decode_indices(encoded: Tensor, size: int) -> Tensor:
+def _decode_indices(encoded: torch.Tensor, size: int) -> torch.Tensor:
     low, _ = _kind(size)
     return encoded.long() - low
 
 
-def _decode_bitmask(encoded: Tensor, size: int) -> Tensor:
+def _decode_bitmask(encoded: torch.Tensor, size: int) -> torch.Tensor:
     bits = encoded[:, None].bitwise_and(2 ** torch.arange(8, dtype=torch.uint8, device=encoded.device)).flatten()
     return bits.nonzero().flatten() if len(encoded) == -(-size // 8) else bits[:0]
 
@@ -162,7 +161,7 @@ class HeadSelector(ClientRule):
                 send[COLUMNS if dim else ROWS][name] = self._kept(attention[layer], count)
         return {slot: part for slot, part in send.items() if part}, {}
 
-    def _kept(self, attention: Tensor, count: int) -> Tensor:
+    def _kept(self, attention: torch.Tensor, count: int) -> torch.Tensor:
         """Return the mask (head,) of heads to send. A key-value head is sent if any of the heads that share it is."""
         best = attention.topk(max(1, round(self.keep * len(attention)))).indices
         kept = torch.zeros(len(attention), dtype=torch.bool, device=attention.device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from partita.compression import CompressionError
 from partita.core.method import Method
@@ -59,11 +58,11 @@ class Int8Quantizer(UpdateTransform):
             delta[name] = value.to(scale.dtype) * _along(scale, value)
         return replace(update, delta=delta, slots={slot: part for slot, part in update.slots.items() if slot != SCALE})
 
-    def _scale(self, value: Tensor) -> Tensor:
+    def _scale(self, value: torch.Tensor) -> torch.Tensor:
         """Return the step size, (row,) or (1,)."""
         rows = value.flatten(1) if self.rows and value.ndim > 1 else value.reshape(1, -1)
         return rows.abs().amax(1) / MAX_LEVEL
 
 
-def _along(scale: Tensor, value: Tensor) -> Tensor:
+def _along(scale: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return scale.view(-1, *[1] * (value.ndim - 1)) if value.ndim else scale.view(())

@@ -8,7 +8,6 @@ from functools import lru_cache
 from itertools import cycle, islice
 
 import torch
-from torch import Tensor
 
 from partita.core import memory
 from partita.core.data import Examples, text_lengths
@@ -31,13 +30,13 @@ class BatchSchedule:
         sizes: The size of each batch.
     """
 
-    order: Tensor
+    order: torch.Tensor
     sizes: tuple[int, ...]
 
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[torch.Tensor]:
         start = 0
         for size in self.sizes:
             yield self.order[start : start + size]
@@ -112,7 +111,7 @@ def poisson_batches(
     return BatchSchedule(torch.cat(batches), tuple(map(len, batches)))
 
 
-def group_by_length(schedule: BatchSchedule, lengths: Tensor, training: Training) -> BatchSchedule:
+def group_by_length(schedule: BatchSchedule, lengths: torch.Tensor, training: Training) -> BatchSchedule:
     """Sort shuffled batches so that each holds texts of similar lengths.
 
     Each epoch is cut into mega-batches of `MEGA_BATCH` steps, and each of these is sorted, longest first. A mega-batch
@@ -132,7 +131,7 @@ def group_by_length(schedule: BatchSchedule, lengths: Tensor, training: Training
     return BatchSchedule(order, schedule.sizes)
 
 
-def lengths_to_group(examples: Examples, indices: Tensor) -> Tensor:
+def lengths_to_group(examples: Examples, indices: torch.Tensor) -> torch.Tensor:
     """Return the number of tokens of each example at `indices`, (example,), for `group_by_length`.
 
     Raises:

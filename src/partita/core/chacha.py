@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from partita.core.cuda_kernels import MAX_THREADS, THREAD, launch
 
@@ -25,7 +24,6 @@ KEY_BYTES = 32
 BLOCK_BYTES = 64
 NORMALS = 8  # numbers from one block
 MAX_BLOCKS = 2**32  # the cipher counts blocks in 32 bits
-_CPU = torch.device("cpu")
 _PIECE = 2**18  # bytes of a piece of the stream: it stays in the processor's cache until it is used
 _PASS = 2**21  # blocks that are processed together: 128 MiB of stream, and as much again for each temporary
 # Each thread computes one block of a stream. `table` has one row per stream: four words of the key, how many blocks and
@@ -113,7 +111,7 @@ def integers(key: bytes, count: int) -> NDArray[np.uint64]:
 
 def normal(
     keys: Sequence[bytes], counts: Sequence[int], device: torch.device | None = None, std: float = 1.0
-) -> Tensor:
+) -> torch.Tensor:
     """Draw independent normal numbers with mean 0.
 
     Args:
@@ -128,7 +126,7 @@ def normal(
     Raises:
         CipherError: If a count is too large, the package `cryptography` is missing, or the GPU kernel is wrong.
     """
-    device = device or _CPU
+    device = device or torch.device("cpu")
     blocks = [-(-count // NORMALS) for count in counts]
     if max(blocks, default=0) > MAX_BLOCKS:
         raise CipherError(f"one draw is limited to {MAX_BLOCKS * NORMALS:,} numbers; split the tensor")
@@ -178,7 +176,7 @@ def _passes(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield first, len(counts)
 
 
-def _box_muller(words: Tensor) -> Tensor:
+def _box_muller(words: torch.Tensor) -> torch.Tensor:
     """Eight normal numbers from each block of eight 64-bit integers: four radii and four angles."""
     radii, angles = torch.split(words.view(-1, NORMALS), NORMALS // 2, dim=1)
     # 63 bits, and never zero. The tails come from values near zero, where float64 resolves all 63 bits.
@@ -187,7 +185,7 @@ def _box_muller(words: Tensor) -> Tensor:
     return torch.cat([radii * angles.cos(), radii * angles.sin()], dim=1).flatten()
 
 
-def _cpu_stream(key: bytes, blocks: int) -> Tensor:
+def _cpu_stream(key: bytes, blocks: int) -> torch.Tensor:
     """The cipher's stream as int64, eight words per block."""
     return torch.from_numpy(np.array(np.frombuffer(_cipher_stream(key, blocks), np.int64)))
 
@@ -200,7 +198,7 @@ def _cipher_stream(key: bytes, blocks: int) -> bytes:
     return stream
 
 
-def _kernel_normals(keys: Sequence[bytes], counts: Sequence[int], device: torch.device, std: float) -> Tensor:
+def _kernel_normals(keys: Sequence[bytes], counts: Sequence[int], device: torch.device, std: float) -> torch.Tensor:
     """The same numbers as on a CPU, in one launch for all keys."""
     out = torch.empty(sum(counts), dtype=torch.float64, device=device)
     table, blocks = _streams(keys, counts, device)
@@ -209,7 +207,7 @@ def _kernel_normals(keys: Sequence[bytes], counts: Sequence[int], device: torch.
     return out
 
 
-def _streams(keys: Sequence[bytes], counts: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
+def _streams(keys: Sequence[bytes], counts: Sequence[int], device: torch.device) -> tuple[torch.Tensor, int]:
     """The table of streams that the kernels read, (stream, 7), and the number of their blocks together."""
     own = np.array(counts, np.int64).reshape(-1, 1)
     blocks = -(-own // NORMALS)

@@ -12,7 +12,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from partita.core import tensors
 from partita.core.batch_schedule import (
@@ -128,7 +127,7 @@ class LocalResult:
         work: How much of what was computed was padding; None if that was not measured.
     """
 
-    params: Mapping[str, Tensor]
+    params: Mapping[str, torch.Tensor]
     steps: Mapping[str, int]
     losses: Sequence[float]
     optimizer: Slots
@@ -136,7 +135,7 @@ class LocalResult:
     work: ComputedWork | None = None
 
     @property
-    def delta(self) -> Mapping[str, Tensor]:
+    def delta(self) -> Mapping[str, torch.Tensor]:
         """The delta of `facts`."""
         return self.facts.delta
 
@@ -232,7 +231,7 @@ def begin_round(
 
 def _start_values(run: Run, ctx: Context, examples: Examples, key: Key) -> tuple[Tensors, Slots]:
     """Call `ClientRule.start` of all rules; return the values from which training starts, and the notes."""
-    start: dict[str, Tensor] = {}
+    start: dict[str, torch.Tensor] = {}
     notes: dict[str, Tensors] = {}
     for index, rule in enumerate(run.method.client_rules):
         if overrides(rule, "start"):

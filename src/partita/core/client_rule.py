@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from torch import Tensor
+import torch
 
 from partita.core.data import Batch, Examples
 from partita.core.method_error import MethodError
@@ -239,7 +239,7 @@ class ClientRule:
         """
         return {}
 
-    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
+    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> torch.Tensor | None:
         """Return a term of the loss.
 
         Called in every training step, inside autograd and possibly inside `torch.vmap`. Under example-level privacy, a

@@ -10,9 +10,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from partita.core.torch_private import compile_kernel
+from partita.core import torch_private
 
 THREADS = 256  # of a CUDA block
 MAX_THREADS = 2**32 - 1  # kernels count threads in 32 bits
@@ -27,7 +26,7 @@ typedef unsigned long long u64;
 """
 
 
-def launch(source: str, name: str, count: int, *args: Tensor | int) -> None:
+def launch(source: str, name: str, count: int, *args: torch.Tensor | int) -> None:
     """Run a kernel on the current stream.
 
     Args:
@@ -37,7 +36,7 @@ def launch(source: str, name: str, count: int, *args: Tensor | int) -> None:
         args: The arguments before it: contiguous tensors on one GPU, and 32-bit numbers.
     """
     assert count <= MAX_THREADS
-    device = next(value.device for value in args if isinstance(value, Tensor))
+    device = next(value.device for value in args if isinstance(value, torch.Tensor))
     if not count:
         return
     with torch.cuda.device(device):
@@ -48,5 +47,5 @@ def launch(source: str, name: str, count: int, *args: Tensor | int) -> None:
 @cache
 def _compiled(source: str, name: str, device: torch.device) -> Callable[..., Any]:
     """A compiled kernel belongs to one device."""
-    kernel: Callable[..., Any] = compile_kernel(source, name)
+    kernel: Callable[..., Any] = torch_private.compile_kernel(source, name)
     return kernel

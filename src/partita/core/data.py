@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from torch import Tensor
+import torch
 
 from partita.core.tensors import Tensors
 
@@ -25,8 +25,8 @@ class Batch:
     """
 
     inputs: Tensors
-    targets: Tensor
-    mask: Tensor | None = None
+    targets: torch.Tensor
+    mask: torch.Tensor | None = None
 
 
 class Examples(Protocol):
@@ -34,7 +34,7 @@ class Examples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         """Return the examples at `indices`, a tensor of shape (example,), as a batch."""
         ...
 
@@ -43,7 +43,7 @@ class Examples(Protocol):
 class PrefetchingExamples(Examples, Protocol):
     """Examples that are slow to read, and can be read in the background."""
 
-    def prefetch(self, indices: Tensor) -> None:
+    def prefetch(self, indices: torch.Tensor) -> None:
         """Start to read the examples at `indices`, which will be taken next."""
         ...
 
@@ -58,7 +58,7 @@ class TableExamples(Examples, Protocol):
         ...
 
     @property
-    def indices(self) -> Tensor:
+    def indices(self) -> torch.Tensor:
         """The row of each example in the table, of shape (example,)."""
         ...
 
@@ -67,12 +67,12 @@ class TableExamples(Examples, Protocol):
 class TextExamples(Examples, Protocol):
     """Examples that know the lengths of their texts, or a view of examples that may know them."""
 
-    def lengths(self, indices: Tensor) -> Tensor | None:
+    def lengths(self, indices: torch.Tensor) -> torch.Tensor | None:
         """Return the number of tokens of each example at `indices`, (example,); None if they are not texts."""
         ...
 
 
-def text_lengths(examples: Examples, indices: Tensor) -> Tensor | None:
+def text_lengths(examples: Examples, indices: torch.Tensor) -> torch.Tensor | None:
     """Return the number of tokens of each example at `indices`, (example,); None if they are not texts."""
     return examples.lengths(indices) if isinstance(examples, TextExamples) else None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from partita.core.server_rule import Server
 from partita.core.tensors import Tensors, all_finite
@@ -26,5 +25,5 @@ def first_non_finite(before: Server, after: Server) -> str | None:
     return None
 
 
-def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensors:
+def _changed(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> Tensors:
     return {name: value for name, value in after.items() if value is not before.get(name)}

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from partita.core.data import Batch, Examples, PrefetchingExamples
 from partita.core.dp_settings import PrivacyError
@@ -27,13 +26,13 @@ def number_groups(values: NDArray[Any]) -> NDArray[np.int64]:
     return ranks[codes.reshape(-1)]
 
 
-def groups_of(examples: Examples) -> Tensor:
+def groups_of(examples: Examples) -> torch.Tensor:
     """Return the group of each example, (example,).
 
     Raises:
         PrivacyError: If the examples have no groups.
     """
-    groups: Tensor | None = getattr(examples, "groups", None)
+    groups: torch.Tensor | None = getattr(examples, "groups", None)
     if groups is None:
         raise PrivacyError("privacy by group needs examples with groups; set privacy.group to a column of the data")
     return groups
@@ -58,8 +57,8 @@ class GroupUnits:
     """
 
     examples: Examples
-    rows: Tensor
-    offsets: Tensor
+    rows: torch.Tensor
+    offsets: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -69,24 +68,24 @@ class GroupUnits:
         """The longest padded rows of tokens, of the inputs and of the targets; None if the examples are no texts."""
         return getattr(self.examples, "limits", None)
 
-    def members(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def members(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places of the members of some groups and their mask, both (group, member)."""
         counts = (self.offsets[indices + 1] - self.offsets[indices]).unsqueeze(1)
         steps = torch.arange(int(counts.max()) if len(indices) else 1)
         inside = steps < counts
         return self.rows[self.offsets[indices].unsqueeze(1) + steps * inside], inside.float()
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         rows, mask = self.members(indices)
         batch = self.examples.take(rows.flatten())
 
-        def by_group(value: Tensor) -> Tensor:
+        def by_group(value: torch.Tensor) -> torch.Tensor:
             return value.reshape(*rows.shape, *value.shape[1:])
 
         inputs = {name: by_group(value) for name, value in batch.inputs.items()}
         return Batch(inputs, by_group(batch.targets), mask if batch.mask is None else mask * by_group(batch.mask))
 
-    def prefetch(self, indices: Tensor) -> None:
+    def prefetch(self, indices: torch.Tensor) -> None:
         """Start to read the members of the groups if the examples can be read ahead."""
         if isinstance(self.examples, PrefetchingExamples) and len(indices):
             rows, mask = self.members(indices)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from partita.core.rng import Key
 
@@ -22,7 +21,7 @@ _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32
 _GOLDEN_64 = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
 
 
-def example_seeds(keys: Sequence[Key], step: int, examples: Tensor) -> Tensor:
+def example_seeds(keys: Sequence[Key], step: int, examples: torch.Tensor) -> torch.Tensor:
     """Return a seed for each example of a step, of shape (client, example).
 
     A seed depends on which example it is for, not on its place in the batch: for differential privacy, the draws of an
@@ -52,12 +51,12 @@ def place_id(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
 
 
-def place_tensor(place: int) -> Tensor:
+def place_tensor(place: int) -> torch.Tensor:
     """Return a place as an int64 tensor with the same bits, for a program that serves several places."""
     return torch.tensor((place + 2**63) % 2**64 - 2**63)
 
 
-def random_words(seeds: Tensor, place: int | Tensor, sizes: Sequence[int]) -> Tensor:
+def random_words(seeds: torch.Tensor, place: int | torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """Return uniform random int32 words.
 
     Args:
@@ -78,42 +77,42 @@ def random_words(seeds: Tensor, place: int | Tensor, sizes: Sequence[int]) -> Te
     return words
 
 
-def keep_factors(words: Tensor, rate: float, dtype: torch.dtype) -> Tensor:
+def keep_factors(words: torch.Tensor, rate: float, dtype: torch.dtype) -> torch.Tensor:
     """Return 0 with probability `rate`, otherwise 1 / (1 - rate), for each word."""
     if rate >= 1:
         return torch.zeros_like(words, dtype=dtype)
     return (words >= round(rate * 2**32) - 2**31).to(dtype) * (1 / (1 - rate))
 
 
-def uniforms(words: Tensor) -> Tensor:
+def uniforms(words: torch.Tensor) -> torch.Tensor:
     """Return the words as uniform float32 numbers in [0, 1), with 24 bits."""
     return ((words >> 8) & 0xFFFFFF).float() * 2.0**-24
 
 
-def _mixed(words: Tensor) -> Tensor:
+def _mixed(words: torch.Tensor) -> torch.Tensor:
     words = _half_mixed(words ^ _shifted(words, 16))
     return words ^ _shifted(words, 16)
 
 
-def _half_mixed(words: Tensor) -> Tensor:
+def _half_mixed(words: torch.Tensor) -> torch.Tensor:
     words = _times(words, _FIRST)
     return _times(words ^ _shifted(words, 15), _SECOND)
 
 
-def _times(words: Tensor, factor: int) -> Tensor:
+def _times(words: torch.Tensor, factor: int) -> torch.Tensor:
     """Multiply and keep the lowest 32 bits."""
     if torch.compiler.is_compiling():  # the compiler's C++ may not assume that int32 wraps; it fuses the casts
         return (words.long() * factor).to(torch.int32)
     return words * factor
 
 
-def _shifted(words: Tensor, bits: int) -> Tensor:
+def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Shift right and fill with zeros; `>>` alone would copy the sign."""
     return (words >> bits) & ((1 << (32 - bits)) - 1)
 
 
-def _low_bits(number: int | Tensor) -> int | Tensor:
-    return number.to(torch.int32) if isinstance(number, Tensor) else _signed(number)
+def _low_bits(number: int | torch.Tensor) -> int | torch.Tensor:
+    return number.to(torch.int32) if isinstance(number, torch.Tensor) else _signed(number)
 
 
 def _signed(number: int) -> int:

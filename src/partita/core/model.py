@@ -6,11 +6,9 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from partita.core.data import Batch
 from partita.core.rng import Key
@@ -37,8 +35,8 @@ class Output:
         features: Representations (example, width), for rules that compare them; None if the model has none.
     """
 
-    logits: Tensor
-    features: Tensor | None = None
+    logits: torch.Tensor
+    features: torch.Tensor | None = None
 
     def with_logits(self) -> Output:
         """Return the output with logits that are computed already."""
@@ -56,19 +54,19 @@ class HeadOutput(Output):
         features: As in `Output`.
     """
 
-    states: Tensor
-    weight: Tensor
+    states: torch.Tensor
+    weight: torch.Tensor
 
-    def __init__(self, states: Tensor, weight: Tensor, features: Tensor | None = None) -> None:
+    def __init__(self, states: torch.Tensor, weight: torch.Tensor, features: torch.Tensor | None = None) -> None:
         for name, value in {"states": states, "weight": weight, "features": features}.items():
             object.__setattr__(self, name, value)
 
     @property
-    def logits(self) -> Tensor:
+    def logits(self) -> torch.Tensor:
         if not torch.compiler.is_compiling():
-            return upcast(functional.linear(self.states, self.weight))
+            return upcast(torch.nn.functional.linear(self.states, self.weight))
         # By rows: with more dimensions, vmap needs a count that torch before 2.13 lacks for symbolic shapes.
-        rows = functional.linear(self.states.flatten(0, -2), self.weight)
+        rows = torch.nn.functional.linear(self.states.flatten(0, -2), self.weight)
         return upcast(rows.view(*self.states.shape[:-1], -1))
 
     def with_logits(self) -> Output:
@@ -109,7 +107,7 @@ class Model:
         """
         raise NotImplementedError
 
-    def losses(self, out: Output, targets: Tensor) -> Tensor:
+    def losses(self, out: Output, targets: torch.Tensor) -> torch.Tensor:
         """Return one loss for each example, of shape (example,).
 
         Args:
@@ -119,8 +117,8 @@ class Model:
         raise NotImplementedError
 
     def class_losses(
-        self, out: Output, targets: Tensor, label_smoothing: float, class_weights: Sequence[float]
-    ) -> Tensor:
+        self, out: Output, targets: torch.Tensor, label_smoothing: float, class_weights: Sequence[float]
+    ) -> torch.Tensor:
         """Return one training loss for each example, (example,), with smoothed labels and class weights.
 
         Args:
@@ -194,7 +192,7 @@ class Model:
         """
         raise TagError(f"{self.name} does not support low-rank factors; use a Hugging Face model")
 
-    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
+    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, torch.Tensor]:
         """Return attention scores by layer tag, each of shape (example, head).
 
         A score is the share of its attention, from 0 to 1, that a token gives to the tokens selected by `tokens`. For
@@ -256,7 +254,7 @@ class Model:
         """
         raise TagError(f"{self.name} cannot generate text; use a Hugging Face model such as T5 or BART")
 
-    def decode(self, tokens: Tensor) -> list[str]:
+    def decode(self, tokens: torch.Tensor) -> list[str]:
         """Return the texts of token ids, of shape (example, token), without special tokens and padding.
 
         Raises:
@@ -356,10 +354,12 @@ def role_tag(tags: Names) -> str:
 
 
 # Computes what an evaluation needs of a batch: (model, params, inputs, targets) -> logits and losses.
-Forward = Callable[[Model, Tensors, Tensors, Tensor], tuple[Tensor, Tensor]]
+Forward: TypeAlias = "Callable[[Model, Tensors, Tensors, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]"
 
 
-def logits_and_losses(model: Model, params: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+def logits_and_losses(
+    model: Model, params: Tensors, inputs: Tensors, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of a batch and the loss of each example."""
     out = model(params, inputs).with_logits()
     return out.logits, model.losses(out, targets)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from partita.core import chacha
 from partita.core.cuda_kernels import MAX_THREADS, THREAD, launch
@@ -59,7 +58,7 @@ def block_noise(like: Tensors, keys: Sequence[Key], std: float) -> Tensors:
     return {name: part.view(len(keys), *like[name].shape) for name, part in zip(like, parts, strict=True)}
 
 
-def add_noise(value: Tensor, noise: Tensor, std: float) -> Tensor:
+def add_noise(value: torch.Tensor, noise: torch.Tensor, std: float) -> torch.Tensor:
     """Return `value + noise`, rounded to a grid of about std / 1024, in the type of `value`.
 
     The last bits of a floating-point sum reveal which value the noise was added to (Mironov 2012). The sum is computed
@@ -70,7 +69,7 @@ def add_noise(value: Tensor, noise: Tensor, std: float) -> Tensor:
     return ((value.double() + noise) / grid).round_().mul_(grid).to(value.dtype)
 
 
-def add_noise_once(value: Tensor, noise: Tensor, std: float) -> Tensor:
+def add_noise_once(value: torch.Tensor, noise: torch.Tensor, std: float) -> torch.Tensor:
     """Return `add_noise(value, noise, std)`, and overwrite the noise with NaN.
 
     Args:

@@ -12,22 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
-from torch import Tensor
 
+from partita.core import torch_private
 from partita.core.tensors import Slots, Tensors, zeros_like
-from partita.core.torch_private import (
-    foreach_add,
-    foreach_add_,
-    foreach_addcdiv_,
-    foreach_addcmul_,
-    foreach_div_,
-    foreach_lerp_,
-    foreach_mul,
-    foreach_mul_,
-    foreach_sqrt,
-    foreach_sub_,
-    fused_adamw_,
-)
 
 
 class Optimizer(Protocol):
@@ -63,7 +50,9 @@ class Optimizer(Protocol):
         """
         ...
 
-    def capturable_step(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, step_counts: Tensors) -> None:
+    def capturable_step(
+        self, params: Tensors, grads: Tensors, state: Slots, lr: torch.Tensor, step_counts: Tensors
+    ) -> None:
         """Like `step` up to rounding, with `lr` and `step_counts` as tensors, so that a CUDA graph can capture it.
 
         Args:
@@ -112,21 +101,27 @@ class SGD:
 
     def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, step_counts: Mapping[str, int]) -> None:
         values, gradients = self._gradients(params, grads, state)
-        foreach_add_(values, gradients, alpha=-lr)
+        torch_private.foreach_add_(values, gradients, alpha=-lr)
 
-    def capturable_step(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, step_counts: Tensors) -> None:
+    def capturable_step(
+        self, params: Tensors, grads: Tensors, state: Slots, lr: torch.Tensor, step_counts: Tensors
+    ) -> None:
         values, gradients = self._gradients(params, grads, state)
-        foreach_sub_(values, foreach_mul(gradients, lr))
+        torch_private.foreach_sub_(values, torch_private.foreach_mul(gradients, lr))
 
-    def _gradients(self, params: Tensors, grads: Tensors, state: Slots) -> tuple[list[Tensor], list[Tensor]]:
+    def _gradients(
+        self, params: Tensors, grads: Tensors, state: Slots
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         values, gradients = [params[name] for name in grads], list(grads.values())
         if self.weight_decay:
-            gradients = list(foreach_add(gradients, values, alpha=self.weight_decay))
+            gradients = list(torch_private.foreach_add(gradients, values, alpha=self.weight_decay))
         if self.momentum:
             moments = [state["momentum"][name] for name in grads]
-            foreach_mul_(moments, self.momentum)
-            foreach_add_(moments, gradients)
-            gradients = list(foreach_add(gradients, moments, alpha=self.momentum)) if self.nesterov else moments
+            torch_private.foreach_mul_(moments, self.momentum)
+            torch_private.foreach_add_(moments, gradients)
+            gradients = (
+                list(torch_private.foreach_add(gradients, moments, alpha=self.momentum)) if self.nesterov else moments
+            )
         return values, gradients
 
 
@@ -159,17 +154,21 @@ class AdamW:
     def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, step_counts: Mapping[str, int]) -> None:
         values, gradients = [params[name] for name in grads], list(grads.values())
         first, second = ([state[slot][name] for name in grads] for slot in ("first", "second"))
-        foreach_mul_(values, 1 - lr * self.weight_decay)
-        foreach_lerp_(first, gradients, 1 - self.beta1)
-        foreach_mul_(second, self.beta2)
-        foreach_addcmul_(second, gradients, gradients, value=1 - self.beta2)
-        spread = list(foreach_sqrt(second))
-        foreach_div_(spread, [(1 - self.beta2 ** step_counts[name]) ** 0.5 for name in grads])
-        foreach_add_(spread, self.eps)
-        foreach_addcdiv_(values, first, spread, [-lr / (1 - self.beta1 ** step_counts[name]) for name in grads])
+        torch_private.foreach_mul_(values, 1 - lr * self.weight_decay)
+        torch_private.foreach_lerp_(first, gradients, 1 - self.beta1)
+        torch_private.foreach_mul_(second, self.beta2)
+        torch_private.foreach_addcmul_(second, gradients, gradients, value=1 - self.beta2)
+        spread = list(torch_private.foreach_sqrt(second))
+        torch_private.foreach_div_(spread, [(1 - self.beta2 ** step_counts[name]) ** 0.5 for name in grads])
+        torch_private.foreach_add_(spread, self.eps)
+        torch_private.foreach_addcdiv_(
+            values, first, spread, [-lr / (1 - self.beta1 ** step_counts[name]) for name in grads]
+        )
 
-    def capturable_step(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, step_counts: Tensors) -> None:
-        fused_adamw_(
+    def capturable_step(
+        self, params: Tensors, grads: Tensors, state: Slots, lr: torch.Tensor, step_counts: Tensors
+    ) -> None:
+        torch_private.fused_adamw_(
             [params[name] for name in grads],
             [gradient.contiguous() for gradient in grads.values()],
             [state["first"][name] for name in grads],
@@ -217,7 +216,7 @@ def warmup_factor(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / (steps + 1))
 
 
-def clip_gradients(grads: Tensors, norm: Tensor, limit: float) -> Tensors:
+def clip_gradients(grads: Tensors, norm: torch.Tensor, limit: float) -> Tensors:
     """Scale gradients of total norm `norm` to at most `limit`, as torch.nn.utils.clip_grad_norm_ does.
 
     Returns:

@@ -116,13 +116,22 @@ def options_of(target: Callable[..., Any], given: Iterable[str] = ()) -> dict[st
         target: The function or dataclass.
         given: Parameters that come from elsewhere and are not options.
     """
-    hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
+    parameters = {
+        name: parameter
+        for name, parameter in inspect.signature(target).parameters.items()
+        if name not in set(given) and parameter.kind is not parameter.VAR_KEYWORD
+    }
+    function = inspect.unwrap(target.__init__ if inspect.isclass(target) else target)
+    # Of the options only: the types of other parameters may need an import that checking a config does without.
+    annotated = types.SimpleNamespace(
+        __annotations__={name: hint for name, hint in function.__annotations__.items() if name in parameters}
+    )
+    hints = get_type_hints(annotated, function.__globals__, include_extras=True)
     options = {}
-    for name, parameter in inspect.signature(target).parameters.items():
-        if name not in set(given) and parameter.kind is not parameter.VAR_KEYWORD:
-            hint = hints.get(name, Any)
-            notes = [note for note in get_args(hint)[1:] if isinstance(note, str)] if _annotated(hint) else []
-            options[name] = Option(name, hint, parameter.default, " ".join(notes))
+    for name, parameter in parameters.items():
+        hint = hints.get(name, Any)
+        notes = [note for note in get_args(hint)[1:] if isinstance(note, str)] if _annotated(hint) else []
+        options[name] = Option(name, hint, parameter.default, " ".join(notes))
     return options
 
 

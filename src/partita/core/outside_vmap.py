@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from partita.core.torch_private import is_batchedtensor
+from partita.core import torch_private
 
 # (values, dims) -> results. Values have their client dimension at `dims` (None: the same for all), results first.
-BlockFunction = Callable[[Sequence[Tensor], Sequence[int | None]], tuple[Tensor, ...]]
+BlockFunction = Callable[[Sequence[torch.Tensor], Sequence[int | None]], tuple[torch.Tensor, ...]]
 
 
-def outside_vmap(function: BlockFunction, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def outside_vmap(function: BlockFunction, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Call a function outside the innermost `torch.vmap`, with the client dimension of each value.
 
     Autograd sees the operations of the function itself, as if they had been called outside `torch.vmap` directly.
@@ -23,18 +22,18 @@ def outside_vmap(function: BlockFunction, values: Sequence[Tensor]) -> tuple[Ten
         function: Computes the results of a whole block.
         values: The values of one client. At least one must differ between clients.
     """
-    results: tuple[Tensor, ...] = _OutsideVmap.apply(function, *values)  # type: ignore[no-untyped-call]
+    results: tuple[torch.Tensor, ...] = _OutsideVmap.apply(function, *values)  # type: ignore[no-untyped-call]
     return results
 
 
-def under_vmap(values: Sequence[Tensor]) -> bool:
+def under_vmap(values: Sequence[torch.Tensor]) -> bool:
     """Whether one of the values differs between the clients of a `torch.vmap`."""
-    return any(map(is_batchedtensor, values))
+    return any(map(torch_private.is_batchedtensor, values))
 
 
 class _OutsideVmap(torch.autograd.Function):
     @staticmethod
-    def forward(function: BlockFunction, *values: Tensor) -> tuple[Tensor, ...]:
+    def forward(function: BlockFunction, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         raise AssertionError("it is only called under vmap, with a value that has the client dimension")
 
     @staticmethod
@@ -43,7 +42,7 @@ class _OutsideVmap(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, dims: Sequence[int | None], function: BlockFunction, *values: Tensor
-    ) -> tuple[tuple[Tensor, ...], Any]:
+        info: Any, dims: Sequence[int | None], function: BlockFunction, *values: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
         results = function(values, dims[1:])
         return results, (0,) * len(results)

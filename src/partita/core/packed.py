@@ -7,19 +7,18 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 # Tensors start at multiples of this many elements: at other offsets some kernels sum in a different order.
 ALIGNMENT = 16
 
 
-class PackedTensors(Mapping[str, Tensor]):
+class PackedTensors(Mapping[str, "torch.Tensor"]):
     """Named tensors packed into one contiguous buffer. Indexing by name creates a view on demand."""
 
-    def __init__(self, buffer: Tensor, layout: PackedLayout) -> None:
+    def __init__(self, buffer: torch.Tensor, layout: PackedLayout) -> None:
         self.buffer, self.layout = buffer, layout
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> torch.Tensor:
         shape, stride, start = self.layout.places[name]
         return self.buffer.as_strided(shape, stride, self.buffer.storage_offset() + start)
 
@@ -33,7 +32,7 @@ class PackedTensors(Mapping[str, Tensor]):
         return len(self.layout.names)
 
 
-def shapes(tensors: Mapping[str, Tensor]) -> tuple[torch.Size, ...]:
+def shapes(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Size, ...]:
     """Return the shapes in the order of names, without creating views of packed tensors."""
     return (
         tensors.layout.shapes
@@ -63,7 +62,7 @@ class PackedLayout:
     def __reduce__(self) -> Any:
         return layout_for, (self.names, self.shapes)
 
-    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Pack tensors of shape (client, ...) and return them as rows of shape (client, element).
 
         Args:
@@ -74,11 +73,11 @@ class PackedLayout:
             parts.insert(place, tensors[0].new_zeros(len(tensors[0]), self.sizes[place]))
         return torch.cat(parts, 1)
 
-    def per_client(self, rows: Tensor) -> list[PackedTensors]:
+    def per_client(self, rows: torch.Tensor) -> list[PackedTensors]:
         """Split rows (client, element) and return the packed tensors of each client, as views."""
         return [PackedTensors(buffer, self) for buffer in rows.unbind()]
 
-    def per_name(self, rows: Tensor) -> dict[str, Tensor]:
+    def per_name(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Split rows (client, element) and return one table (client, element) per name, as views."""
         pieces = list(rows.split_with_sizes(self.sizes, -1))
         for place in reversed(self.gaps):

@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from partita.core import tensors
 from partita.core.data import Batch
@@ -36,7 +35,7 @@ def original_name(name: str) -> str:
     return name.removeprefix(PREFIX)
 
 
-def personal_values(params: Mapping[str, Tensor]) -> Tensors:
+def personal_values(params: Mapping[str, torch.Tensor]) -> Tensors:
     """Return the values of the personal copies under the names of their originals."""
     return {name: params[copy] for name in params if (copy := copy_name(name)) in params}
 
@@ -82,12 +81,12 @@ class PersonalCopyModel(Model):
     def compiles_by_layer(self) -> bool:
         return self.base.compiles_by_layer()
 
-    def losses(self, out: Output, targets: Tensor) -> Tensor:
+    def losses(self, out: Output, targets: torch.Tensor) -> torch.Tensor:
         return self.base.losses(out, targets)
 
     def class_losses(
-        self, out: Output, targets: Tensor, label_smoothing: float, class_weights: Sequence[float]
-    ) -> Tensor:
+        self, out: Output, targets: torch.Tensor, label_smoothing: float, class_weights: Sequence[float]
+    ) -> torch.Tensor:
         return self.base.class_losses(out, targets, label_smoothing, class_weights)
 
     def to(self, device: torch.device) -> None:
@@ -98,13 +97,13 @@ class PersonalCopyModel(Model):
         copies = {copy: self.base.initial[name] for name in self.base.initial if (copy := copy_name(name)) in moved}
         self.initial.update({**self.base.initial, **moved, **copies})
 
-    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
+    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, torch.Tensor]:
         return self.base.attention(self.shared(params), batch, tokens)
 
     def generate(self, params: Tensors, inputs: Tensors, max_new_tokens: int) -> list[str]:
         return self.base.generate(self.shared(params), inputs, max_new_tokens)
 
-    def decode(self, tokens: Tensor) -> list[str]:
+    def decode(self, tokens: torch.Tensor) -> list[str]:
         return self.base.decode(tokens)
 
     def head_dimensions(self) -> dict[str, tuple[int, int]]:

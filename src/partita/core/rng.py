@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from partita.core import chacha
 
@@ -51,7 +51,7 @@ class Key:
         state[_STATE_AT : _STATE_AT + 8 * WORDS] = torch.from_numpy(words.view(np.uint8))
         return torch.Generator().set_state(state)
 
-    def permutation(self, count: int) -> Tensor:
+    def permutation(self, count: int) -> torch.Tensor:
         """Return a random permutation of `range(count)`, of shape (count,)."""
         order = np.frombuffer(self._expand(8 * count), np.uint64).argsort(kind="stable")
         return torch.from_numpy(order)
@@ -64,7 +64,7 @@ class Key:
         """Draw `count` items without replacement, in random order. The cost grows with `count`, not `len(items)`."""
         return random.Random(self.seed()).sample(items, count)
 
-    def poisson(self, count: int, rate: float) -> Tensor:
+    def poisson(self, count: int, rate: float) -> torch.Tensor:
         """Draw from `range(count)`, each index independently with probability `rate`.
 
         Privacy accounting relies on these draws.
@@ -79,3 +79,14 @@ class Key:
 
     def _text(self) -> bytes:
         return repr((self.root, *self.path)).encode()
+
+
+@contextmanager
+def seeded(key: Key) -> Iterator[None]:
+    """Seed torch's global CPU generator inside the block, because modules draw their weights from it.
+
+    Not torch.manual_seed: it would also reseed the GPUs.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.set_state(key.generator().get_state())
+        yield

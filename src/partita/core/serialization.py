@@ -7,23 +7,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
+from typing import TypeAlias
 
-import safetensors.torch
 import torch
-from torch import Tensor
 
 from partita.core.packed import PackedTensors, shapes
 from partita.core.tensors import Tensors, byte_view
 
 Entry = tuple[str, str, tuple[int, ...], int]  # a tensor's name, the name of its type, its shape and its bytes
-Message = Mapping[str, Mapping[str, Tensor]]  # slot name -> tensors by parameter name, possibly PackedTensors
+Message: TypeAlias = (
+    "Mapping[str, Mapping[str, torch.Tensor]]"  # slot name -> tensors by parameter name, possibly PackedTensors
+)
 ALIGNMENT = 64  # bytes, of tensors that torch creates on a CPU
 HEADER = ""  # the name under which the header of a message is counted
 
-# In the order in which safetensors writes tensors.
+# Name of a dtype of torch -> its name in the format, in the order in which safetensors writes tensors.
 DTYPES = {
-    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
-    torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    "int64": "I64", "float64": "F64", "float32": "F32", "int32": "I32", "bfloat16": "BF16", "float16": "F16",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 
 
@@ -74,6 +75,8 @@ def load(data: bytes) -> Tensors:
     safetensors aligns them by chance, and some matrix products on a CPU round differently by alignment. A run that
     resumes from a file would then differ in the last bit from one that was never stopped.
     """
+    import safetensors.torch  # imports torch
+
     found = safetensors.torch.load(data)
     return {name: value.clone() if value.data_ptr() % ALIGNMENT else value for name, value in found.items()}
 
@@ -104,7 +107,7 @@ def total_bytes(messages: Sequence[Mapping[str, int]]) -> Counter[str]:
     return weights
 
 
-def _forms(part: Mapping[str, Tensor]) -> tuple[tuple[torch.dtype, ...], tuple[torch.Size, ...]]:
+def _forms(part: Mapping[str, torch.Tensor]) -> tuple[tuple[torch.dtype, ...], tuple[torch.Size, ...]]:
     if isinstance(part, PackedTensors):
         return (part.buffer.dtype,) * len(part), shapes(part)
     return tuple([value.dtype for value in part.values()]), shapes(part)
@@ -125,14 +128,18 @@ def _count(
 
 
 def _code(dtype: torch.dtype, name: str) -> str:
-    """The safetensors name of a dtype."""
-    if dtype not in DTYPES:
-        supported = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
+    code = code_of(dtype)
+    if code is None:
         raise SerializationError(
-            f"'{name}' is {dtype}, which messages do not support; convert it to one of {supported} in the transform's "
-            "encode"
+            f"'{name}' is {dtype}, which messages do not support; convert it to one of {', '.join(DTYPES)} in the "
+            "transform's encode"
         )
-    return DTYPES[dtype]
+    return code
+
+
+def code_of(dtype: torch.dtype) -> str | None:
+    """Return the name of a dtype in a message; None if a message cannot hold it."""
+    return DTYPES.get(str(dtype).removeprefix("torch."))
 
 
 def _in_file_order(entries: Sequence[Entry]) -> list[Entry]:

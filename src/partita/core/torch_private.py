@@ -25,56 +25,67 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped as _get_unwrapped
-from torch._C._functorch import is_batchedtensor as is_batchedtensor
-from torch._C._functorch import is_gradtrackingtensor as is_gradtrackingtensor
-from torch._C._functorch import maybe_get_bdim as _maybe_get_bdim
 
-foreach_add = torch._foreach_add
-foreach_add_ = torch._foreach_add_
-foreach_addcdiv_ = torch._foreach_addcdiv_
-foreach_addcmul_ = torch._foreach_addcmul_
-foreach_copy_ = torch._foreach_copy_
-foreach_div_ = torch._foreach_div_
-foreach_lerp_ = torch._foreach_lerp_
-foreach_mul = torch._foreach_mul
-foreach_mul_ = torch._foreach_mul_
-foreach_norm = torch._foreach_norm
-foreach_sqrt = torch._foreach_sqrt
-foreach_sub = torch._foreach_sub
-foreach_sub_ = torch._foreach_sub_
-foreach_zero_ = torch._foreach_zero_
-fused_adamw_ = torch._fused_adamw_
-compile_kernel = torch.cuda._compile_kernel
-end_allocate_to_pool = torch.cuda.memory._cuda_endAllocateToPool
-release_pool = torch.cuda.memory._cuda_releasePool
+# Name here -> name in torch. `__getattr__` looks it up, because importing this module must not import torch.
+PRIVATE = {
+    "foreach_add": "_foreach_add",
+    "foreach_add_": "_foreach_add_",
+    "foreach_addcdiv_": "_foreach_addcdiv_",
+    "foreach_addcmul_": "_foreach_addcmul_",
+    "foreach_copy_": "_foreach_copy_",
+    "foreach_div_": "_foreach_div_",
+    "foreach_lerp_": "_foreach_lerp_",
+    "foreach_mul": "_foreach_mul",
+    "foreach_mul_": "_foreach_mul_",
+    "foreach_norm": "_foreach_norm",
+    "foreach_sqrt": "_foreach_sqrt",
+    "foreach_sub": "_foreach_sub",
+    "foreach_sub_": "_foreach_sub_",
+    "foreach_zero_": "_foreach_zero_",
+    "fused_adamw_": "_fused_adamw_",
+    "is_batchedtensor": "_C._functorch.is_batchedtensor",
+    "is_gradtrackingtensor": "_C._functorch.is_gradtrackingtensor",
+    "compile_kernel": "cuda._compile_kernel",
+    "end_allocate_to_pool": "cuda.memory._cuda_endAllocateToPool",
+    "release_pool": "cuda.memory._cuda_releasePool",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PRIVATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = attrgetter(PRIVATE[name])(torch)
+    return found
 
 
 class RecompileLimitError(RuntimeError):
     """A compiled function needs more programs than allowed."""
 
 
-def is_view(tensor: Tensor) -> bool:
+def is_view(tensor: torch.Tensor) -> bool:
     """Whether a tensor shares the memory of another."""
     return tensor._is_view()
 
 
-def version(tensor: Tensor) -> int:
+def version(tensor: torch.Tensor) -> int:
     """Return a number that grows with each change in place."""
     return tensor._version
 
 
-def without_vmap(value: Tensor) -> Tensor:
+def without_vmap(value: torch.Tensor) -> torch.Tensor:
     """Return the tensor of all clients under `torch.vmap`; outside it, the tensor itself."""
-    return _get_unwrapped(value) if is_batchedtensor(value) else value
+    functorch = torch._C._functorch
+    return functorch.get_unwrapped(value) if functorch.is_batchedtensor(value) else value
 
 
-def client_dimension(value: Tensor) -> int | None:
+def client_dimension(value: torch.Tensor) -> int | None:
     """Return the dimension of the clients in `without_vmap(value)`; None if there is none."""
-    return _maybe_get_bdim(value) if is_batchedtensor(value) else None
+    functorch = torch._C._functorch
+    return functorch.maybe_get_bdim(value) if functorch.is_batchedtensor(value) else None
 
 
 @contextmanager
@@ -88,7 +99,7 @@ def vmap_fallback_warnings() -> Iterator[None]:
         show(False)
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """Return the dict of a module's own parameters. Entries may be replaced, also by plain tensors."""
     return module._parameters
 

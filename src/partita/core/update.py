@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from partita.core.tensors import Slots, Tensors
 
@@ -22,7 +22,7 @@ class DeltaFacts:
         squares: The squared norm by name, if known.
     """
 
-    delta: Mapping[str, Tensor]
+    delta: Mapping[str, torch.Tensor]
     finite: bool
     square: float | None = None
     squares: Mapping[str, float] | None = None
@@ -59,7 +59,7 @@ class Update:
     """
 
     client: str
-    delta: Mapping[str, Tensor]
+    delta: Mapping[str, torch.Tensor]
     slots: Slots
     weight: float
     steps: Mapping[str, int]

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from partita.core import serialization, tensors
 from partita.core.batch_schedule import count_steps
@@ -219,7 +218,7 @@ class UpdateValidator:
                 self.honest[plan, names] = None
         return self.honest[plan, names]
 
-    def _check_fit(self, part: Mapping[str, Tensor], plan: Plan, update: Update) -> None:
+    def _check_fit(self, part: Mapping[str, torch.Tensor], plan: Plan, update: Update) -> None:
         taken = update.steps
         if isinstance(part, PackedTensors):
             packed_key = part.layout, plan.up, part.buffer.dtype, part.buffer.device
@@ -304,7 +303,7 @@ def _measure(update: Update) -> DeltaFacts:
     return DeltaFacts(update.delta, True, *_squares(update.delta))
 
 
-def _squares(part: Mapping[str, Tensor]) -> tuple[float, dict[str, float]]:
+def _squares(part: Mapping[str, torch.Tensor]) -> tuple[float, dict[str, float]]:
     """Return the squared norm over all names, and by name."""
     squares = tensors.squared_norms(part)
     total = tensors.exact_sum(squares.values())
@@ -316,7 +315,7 @@ def _squares(part: Mapping[str, Tensor]) -> tuple[float, dict[str, float]]:
     return total, squares
 
 
-def _kind(value: Tensor) -> tuple[torch.dtype, torch.device]:
+def _kind(value: torch.Tensor) -> tuple[torch.dtype, torch.device]:
     return value.dtype, value.device
 
 
@@ -361,7 +360,7 @@ def _tensors(value: object, what: str) -> Tensors:
     if isinstance(part, PackedTensors):
         return part  # type: ignore[return-value]  # only the engine of this process creates this type
     for name, tensor in part.items():
-        if type(name) is not str or type(tensor) is not Tensor:
+        if type(name) is not str or type(tensor) is not torch.Tensor:
             raise InvalidUpdate(
                 f"sent {shorten(name)} in its {what} as {type(tensor).__name__}; it must be a tensor named by a text"
             )
@@ -369,7 +368,7 @@ def _tensors(value: object, what: str) -> Tensors:
             tensor.layout is not torch.strided
             or tensor.is_meta
             or tensor.requires_grad
-            or tensor.dtype not in serialization.DTYPES
+            or serialization.code_of(tensor.dtype) is None
         ):
             raise InvalidUpdate(
                 f"sent {shorten(name)} in its {what} as {tensor.dtype}, {tensor.layout} on {tensor.device}; it must be "

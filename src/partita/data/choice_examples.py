@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from partita.core.data import Batch
 from partita.data.ragged import RaggedExamples
@@ -22,14 +21,14 @@ class ChoiceExamples:
     """
 
     answered: RaggedExamples
-    first: Tensor
-    right: Tensor
+    first: torch.Tensor
+    right: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.right)
 
     @property
-    def targets(self) -> Tensor:
+    def targets(self) -> torch.Tensor:
         """The targets of all rows, (token,)."""
         return self.answered.targets
 
@@ -43,7 +42,7 @@ class ChoiceExamples:
         """The longest padded rows, of the inputs and of the targets."""
         return self.answered.limits
 
-    def lengths(self, indices: Tensor) -> Tensor:
+    def lengths(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the number of tokens of questions with their right answers, (question,)."""
         return self.answered.lengths(self.first[indices] + self.right[indices])
 
@@ -55,10 +54,10 @@ class ChoiceExamples:
         """Return the smallest vocabulary size that holds every token."""
         return self.answered.vocabulary_size()
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         return self.answered.take(self.first[indices] + self.right[indices])
 
-    def take_choices(self, indices: Tensor) -> tuple[Batch, Tensor, Tensor]:
+    def take_choices(self, indices: torch.Tensor) -> tuple[Batch, torch.Tensor, torch.Tensor]:
         """Return questions with all their choices.
 
         Returns:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from partita.core.rng import Key
 from partita.data.task import Table, Task
@@ -28,7 +27,7 @@ def digits(key: Key) -> Task:
     )
 
 
-def read_digits() -> tuple[Tensor, Tensor]:
+def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pixels, from 0 to 16, (row, channel, height, width), and the digits, (row,)."""
     table = torch.tensor(np.loadtxt(_file(), np.float32, delimiter=","))  # (row, pixels + class)
     return table[:, :-1].reshape(-1, 1, 8, 8), table[:, -1].long()
@@ -42,7 +41,7 @@ def _file() -> Path:
     return Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
 
 
-def _stratified(targets: Tensor, one_in: int, key: Key) -> tuple[Tensor, Tensor]:
+def _stratified(targets: torch.Tensor, one_in: int, key: Key) -> tuple[torch.Tensor, torch.Tensor]:
     """Split row indices into train and test. One in `one_in` rows of each class is test."""
     kept, held = [], []
     for label in range(10):

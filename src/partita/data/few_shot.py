@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from partita.core.data import NewClasses
 from partita.core.rng import Key
@@ -20,7 +19,7 @@ from partita.data.seq2seq_examples import Seq2SeqExamples
 from partita.data.task import Rows, Table, Task
 
 
-def select_rows(examples: Rows, rows: Tensor) -> Rows:
+def select_rows(examples: Rows, rows: torch.Tensor) -> Rows:
     """Return a table of some rows, in the given order.
 
     Raises:
@@ -114,6 +113,6 @@ def _labels(task: Task, option: str) -> Any:
     return task.labels()
 
 
-def _with_train_rows(task: Task, rows: Tensor) -> Task:
+def _with_train_rows(task: Task, rows: torch.Tensor) -> Task:
     columns = {name: values[rows.numpy()] for name, values in task.columns.items()}
     return replace(task, train=select_rows(task.train, rows), columns=columns)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from partita.core.group_units import number_groups
 from partita.core.options import closest_match
@@ -48,9 +47,9 @@ def check_test_groups(task: Task, column: str) -> None:
         )
 
 
-def by_example(task: Task, groups: Ints) -> Tensor:
+def by_example(task: Task, groups: Ints) -> torch.Tensor:
     """Return the group of each train example, (example,), from those of the rows: a row may be cut into windows."""
-    documents: Tensor | None = getattr(task.train, "documents", None)
+    documents: torch.Tensor | None = getattr(task.train, "documents", None)
     numbers = torch.from_numpy(groups)
     return numbers if documents is None else numbers[documents]
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from partita.core.data import Batch
 from partita.core.tensors import Tensors
@@ -29,7 +28,6 @@ MAX_THREADS = 16
 READ_AHEAD_BYTES = 2**28  # pixels that may be decoded ahead of their use
 REMEDY = "replace or remove it"
 
-CPU = torch.device("cpu")
 
 Pixels = NDArray[np.uint8]
 
@@ -146,16 +144,16 @@ class ImagesOnDisk:
     """
 
     reader: ImageReader
-    targets: Tensor
+    targets: torch.Tensor
     transform: Callable[[Tensors], Tensors]
-    device: torch.device = CPU
-    images: Tensor | None = None  # (row,): the image of each row; None for all images in order
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    images: torch.Tensor | None = None  # (row,): the image of each row; None for all images in order
     ahead: ReadAhead = field(default_factory=ReadAhead, repr=False)
 
     def __len__(self) -> int:
         return len(self.targets)
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         indices = indices.to(self.targets.device)
         rows = self._images(indices)
         decoded = self.ahead.take(self.reader, rows)
@@ -165,11 +163,11 @@ class ImagesOnDisk:
         inputs = {"pixel_values": torch.from_numpy(pixels).to(self.device)}
         return Batch(self.transform(inputs), self.targets.index_select(0, indices).to(self.device))
 
-    def prefetch(self, indices: Tensor) -> None:
+    def prefetch(self, indices: torch.Tensor) -> None:
         """Start to decode rows that will be taken next."""
         self.ahead.start(self.reader, self._images(indices))
 
-    def _images(self, indices: Tensor) -> list[int]:
+    def _images(self, indices: torch.Tensor) -> list[int]:
         chosen: list[int] = (indices if self.images is None else self.images[indices]).tolist()
         return chosen
 

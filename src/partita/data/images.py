@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from partita.core.memory import available, require
 from partita.core.options import MAX_NUMBER, NotNegative, Positive, Range
@@ -112,7 +111,7 @@ def normalization(mean: tuple[float, ...], std: tuple[float, ...], channels: int
 def read_images(
     source: Dataset,
     column: str,
-    targets: Iterable[Tensor],
+    targets: Iterable[torch.Tensor],
     size: int | None,
     channels: int,
     normalize: Normalize,
@@ -193,13 +192,13 @@ def _reader(part: DatasetPart, column: str, size: int | None, channels: int) -> 
     return replace(reader, side=reader.decode(0).shape[-1])
 
 
-def _pixels(reader: ImageReader) -> Tensor:
+def _pixels(reader: ImageReader) -> torch.Tensor:
     """Decode the images to uint8, (row, channel, height, width)."""
     shape = (len(reader), reader.channels, reader.side, reader.side)
     remedy = "set data.size to make them smaller, or data.memory to decode them on demand"
     require(math.prod(shape), f"the images of {reader.part.where}", remedy)
 
-    def decode() -> Tensor:
+    def decode() -> torch.Tensor:
         filled = np.empty(shape, np.uint8)
         for place, pixels in enumerate(reader.decode_all()):
             filled[place] = pixels

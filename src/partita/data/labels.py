@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from partita.core.options import closest_match, format_value
 from partita.data.errors import DataError
@@ -19,7 +18,7 @@ def is_list(part: DatasetPart, column: str) -> bool:
     return hasattr(part.data.features[column], "feature")
 
 
-def one_label(source: Dataset, column: str) -> tuple[tuple[str, ...], Tensor, Tensor]:
+def one_label(source: Dataset, column: str) -> tuple[tuple[str, ...], torch.Tensor, torch.Tensor]:
     """Return the class names, and the class index of each train row and each test row, (row,).
 
     Args:
@@ -31,7 +30,7 @@ def one_label(source: Dataset, column: str) -> tuple[tuple[str, ...], Tensor, Te
     return classes, torch.tensor([code for [code] in train]), torch.tensor([code for [code] in test])
 
 
-def many_labels(source: Dataset, column: str) -> tuple[tuple[str, ...], Tensor, Tensor]:
+def many_labels(source: Dataset, column: str) -> tuple[tuple[str, ...], torch.Tensor, torch.Tensor]:
     """Return the class names, and multi-hot targets for train and for test, (row, class).
 
     Args:
@@ -43,7 +42,7 @@ def many_labels(source: Dataset, column: str) -> tuple[tuple[str, ...], Tensor, 
     return classes, _multi_hot(train, len(classes)), _multi_hot(test, len(classes))
 
 
-def _multi_hot(rows: list[list[int]], classes: int) -> Tensor:
+def _multi_hot(rows: list[list[int]], classes: int) -> torch.Tensor:
     multi_hot = torch.zeros(len(rows), classes)
     for row, codes in enumerate(rows):
         multi_hot[row, codes] = 1.0

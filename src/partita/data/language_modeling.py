@@ -7,7 +7,6 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from partita.core.options import Count, format_value
 from partita.core.rng import Key
@@ -62,7 +61,7 @@ def _blocks(
     of_group: dict[str, list[int]] = {}
     for row, name in enumerate(groups):
         of_group.setdefault(name, []).append(row)
-    starts, names, pieces = [0], list[str](), list[tuple[Tensor, Tensor]]()
+    starts, names, pieces = [0], list[str](), list[tuple[torch.Tensor, torch.Tensor]]()
     for name, members in of_group.items():
         # With one group, the stream is all rows in order, and is not copied.
         stream = rows.ids if len(of_group) == 1 else torch.cat([_row(rows, row) for row in members])
@@ -88,7 +87,7 @@ def _streams(part: DatasetPart, text: str, encode: TextEncoder) -> Iterator[Chun
         yield Chunk(*flat([ids + encode.end for ids in encode.without_special_tokens(texts)]))
 
 
-def _row(rows: TokenRows, row: int) -> Tensor:
+def _row(rows: TokenRows, row: int) -> torch.Tensor:
     return rows.ids[rows.offsets[row] : rows.offsets[row + 1]]
 
 

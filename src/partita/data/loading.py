@@ -16,7 +16,6 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from partita.core.group_units import number_groups
 from partita.core.options import Count, Range, closest_match
@@ -28,7 +27,7 @@ from partita.data.errors import DataError, need, reading
 # of files holds out in the same way and none of them has a reason to know.
 _HELD_TOGETHER: ContextVar[str | None] = ContextVar("held_together", default=None)
 
-Targets = TypeVar("Targets", Tensor, list[Any])  # targets of the rows of a part
+Targets = TypeVar("Targets", "torch.Tensor", "list[Any]")  # targets of the rows of a part
 # Options that all readers of files share.
 DataPath = Annotated[str | Path, "file, folder, or Hugging Face Hub id"]
 HubConfig = Annotated[str | None, "configuration of a Hub dataset"]
@@ -273,13 +272,13 @@ def limit_rows(
 
 
 def _pick(values: Any, rows: NDArray[np.int64]) -> Any:
-    return values[rows] if isinstance(values, Tensor) else [values[row] for row in rows]
+    return values[rows] if isinstance(values, torch.Tensor) else [values[row] for row in rows]
 
 
 def _draw(count: int, limit: int, key: Key, targets: Any) -> NDArray[np.int64]:
     """Draw row indices. A row's rank within its class, as a fraction, says when it is drawn."""
     order = key.permutation(count)  # (row,)
-    one_class = isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point()
+    one_class = isinstance(targets, torch.Tensor) and targets.ndim == 1 and not targets.is_floating_point()
     classes = targets[order] if one_class else torch.zeros(count)
     ranks = torch.empty(count)
     for value in classes.unique():

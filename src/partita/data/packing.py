@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from partita.core.data import IGNORE_INDEX, Batch, Examples, text_lengths
 from partita.data.ragged import padded
@@ -27,8 +26,8 @@ class PackedExamples:
     """
 
     examples: Examples
-    order: Tensor
-    offsets: Tensor
+    order: torch.Tensor
+    offsets: torch.Tensor
     limit: int
 
     def __len__(self) -> int:
@@ -39,13 +38,13 @@ class PackedExamples:
         """The longest padded rows, of the inputs and of the targets."""
         return self.limit, self.limit
 
-    def lengths(self, indices: Tensor) -> Tensor:
+    def lengths(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the number of tokens of rows, (row,)."""
         tokens = text_lengths(self.examples, self.order)
         assert tokens is not None  # only texts are packed
         return torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])[self.offsets].diff()[indices]
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         counts = self.offsets[indices + 1] - self.offsets[indices]  # (row,)
         before = counts.cumsum(0) - counts  # examples of the rows before
         places = torch.arange(int(counts.sum())) + (self.offsets[indices] - before).repeat_interleave(counts)
@@ -60,7 +59,7 @@ class PackedExamples:
         first = row * width + starts[:-1] - row_starts[row]
         cells = (first.unsqueeze(1) + steps)[real]  # where each token goes
 
-        def spread(values: Tensor, fill: int = 0) -> Tensor:
+        def spread(values: torch.Tensor, fill: int = 0) -> torch.Tensor:
             whole = torch.full((len(indices) * width,), fill, dtype=torch.long)
             return whole.index_put_((cells,), values.expand(real.shape)[real]).view(len(indices), width)
 

@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from partita.core.group_units import number_groups
 from partita.core.rng import Key
 from partita.data.errors import DataError
 
 Ints = NDArray[np.int64]
-Parts = tuple[Tensor, Tensor, Tensor]  # row indices of a client's train, validation and test parts
+Parts: TypeAlias = (
+    "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"  # row indices of a client's train, validation and test parts
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +124,7 @@ class ShotParts:
     """
 
     whole: PartsByPosition
-    labels: Tensor  # (row,): the class of each train row of the task
+    labels: torch.Tensor  # (row,): the class of each train row of the task
     shots: int
 
     def __getitem__(self, position: int, /) -> Parts:
@@ -140,13 +141,13 @@ class WindowParts:
     """Parts of documents, given as the rows of all their windows. The windows of a document stay together."""
 
     documents: PartsByPosition
-    first: Tensor  # (document + 1,): windows of document i are first[i] to first[i + 1]
+    first: torch.Tensor  # (document + 1,): windows of document i are first[i] to first[i + 1]
 
     def __getitem__(self, position: int, /) -> Parts:
         train, validation, test = map(self._windows, self.documents[position])
         return train, validation, test
 
-    def _windows(self, rows: Tensor) -> Tensor:
+    def _windows(self, rows: torch.Tensor) -> torch.Tensor:
         counts = self.first[rows + 1] - self.first[rows]
         skipped = self.first[rows] - (counts.cumsum(0) - counts)
         return skipped.repeat_interleave(counts) + torch.arange(int(counts.sum()))

@@ -8,7 +8,6 @@ from functools import cached_property
 from itertools import accumulate, chain
 
 import torch
-from torch import Tensor
 
 from partita.core.data import IGNORE_INDEX, Batch
 from partita.data.errors import DataError
@@ -28,13 +27,15 @@ class RaggedExamples:
         DataError: If a row is empty or longer than `limit`, or if the number of targets does not fit.
     """
 
-    ids: Tensor  # (token,), all rows concatenated
-    offsets: Tensor  # (row + 1,): row i is ids[offsets[i]:offsets[i + 1]]
-    targets: Tensor  # (row, ...), or (token,) with `each_token`
+    ids: torch.Tensor  # (token,), all rows concatenated
+    offsets: torch.Tensor  # (row + 1,): row i is ids[offsets[i]:offsets[i + 1]]
+    targets: torch.Tensor  # (row, ...), or (token,) with `each_token`
     limit: int  # maximum length of a row and of a padded batch
     each_token: bool = False  # whether each token has a target
-    segments: Tensor | None = None  # (token,): 1 for the second text of a pair, for models that tell the texts apart
-    documents: Tensor | None = None  # (row,), ascending: the document of each row; None if rows are documents
+    segments: torch.Tensor | None = (
+        None  # (token,): 1 for the second text of a pair, for models that tell the texts apart
+    )
+    documents: torch.Tensor | None = None  # (row,), ascending: the document of each row; None if rows are documents
     known_vocabulary: int | None = None  # smallest vocabulary size that holds every token; None to compute it
 
     def __post_init__(self) -> None:
@@ -50,7 +51,7 @@ class RaggedExamples:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def lengths(self, indices: Tensor) -> Tensor:
+    def lengths(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the number of tokens of rows, (row,)."""
         return self.offsets[indices + 1] - self.offsets[indices]
 
@@ -69,7 +70,7 @@ class RaggedExamples:
             return self.known_vocabulary
         return int(self.ids.max()) + 1 if len(self.ids) else 0
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         starts = self.offsets[indices].unsqueeze(1)
         lengths = self.offsets[indices + 1].unsqueeze(1) - starts
         width = padded(int(lengths.max()), self.limit)
@@ -92,7 +93,7 @@ def padded(length: int, limit: int) -> int:
     return min(-(-length // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF, limit)
 
 
-def from_rows(rows: TokenRows, limit: int, targets: Tensor | None = None) -> RaggedExamples:
+def from_rows(rows: TokenRows, limit: int, targets: torch.Tensor | None = None) -> RaggedExamples:
     """Build RaggedExamples from token rows.
 
     Args:
@@ -118,7 +119,7 @@ def from_rows(rows: TokenRows, limit: int, targets: Tensor | None = None) -> Rag
 def ragged(
     rows: Sequence[Sequence[int]],
     limit: int,
-    targets: Tensor | None = None,
+    targets: torch.Tensor | None = None,
     tags: Sequence[Sequence[int]] = (),
     segments: Sequence[Sequence[int]] | None = None,
 ) -> RaggedExamples:

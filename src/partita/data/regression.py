@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor
 
 from partita.core.options import format_value
 from partita.core.rng import Key
@@ -113,7 +112,7 @@ def _names(target: str | tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def read_targets(source: Dataset, columns: Sequence[str]) -> tuple[Tensor, Tensor]:
+def read_targets(source: Dataset, columns: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the numbers of the train rows and of the test rows, each (row, column).
 
     Args:
@@ -129,7 +128,7 @@ def read_targets(source: Dataset, columns: Sequence[str]) -> tuple[Tensor, Tenso
     return train, test
 
 
-def _numbers(part: DatasetPart, column: str) -> Tensor:
+def _numbers(part: DatasetPart, column: str) -> torch.Tensor:
     part.need(column)
     values = part.values(column)
     for place, value in enumerate(values):

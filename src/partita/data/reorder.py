@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from partita.core.rng import Key
 from partita.data.errors import DataError
@@ -76,16 +75,16 @@ def _check(task: Task, how: Reorder, size: int | None, orders: int | None) -> No
         )
 
 
-def _deal(table: Rows, count: int, key: Key) -> Tensor:
+def _deal(table: Rows, count: int, key: Key) -> torch.Tensor:
     """Return the order of each test row, (row,). Windows of one text have the same order."""
-    documents: Tensor | None = getattr(table, "documents", None)
+    documents: torch.Tensor | None = getattr(table, "documents", None)
     rows = len(table) if documents is None else int(documents.max()) + 1
     orders = torch.empty(rows, dtype=torch.long)
     orders[key.permutation(rows)] = torch.arange(rows) % count
     return orders if documents is None else orders[documents]
 
 
-def _table(task: Task, table: Rows, how: Reorder, size: int | None, of_row: Tensor, count: int, key: Key) -> Rows:
+def _table(task: Task, table: Rows, how: Reorder, size: int | None, of_row: torch.Tensor, count: int, key: Key) -> Rows:
     if how == "patches":
         if not isinstance(table, Table):
             raise DataError("split.reorder needs the images in memory; raise data.memory, or lower data.size or limit")
@@ -109,7 +108,7 @@ def _table(task: Task, table: Rows, how: Reorder, size: int | None, of_row: Tens
     return replace(table, ids=table.ids[sources])
 
 
-def permute_patches(pixels: Tensor, size: int, permutation: Tensor) -> Tensor:
+def permute_patches(pixels: torch.Tensor, size: int, permutation: torch.Tensor) -> torch.Tensor:
     """Permute the patches of images: patch i of the result is patch `permutation[i]`, counted row by row.
 
     Args:
@@ -123,7 +122,7 @@ def permute_patches(pixels: Tensor, size: int, permutation: Tensor) -> Tensor:
     return patches.unflatten(2, (grid, grid)).transpose(3, 4).flatten(4, 5).flatten(2, 3)
 
 
-def reversed_places(content: Tensor, offsets: Tensor, of_row: Tensor) -> Tensor:
+def reversed_places(content: torch.Tensor, offsets: torch.Tensor, of_row: torch.Tensor) -> torch.Tensor:
     """Return the place from which each place of the reordered tokens takes its token, (token,).
 
     Args:
@@ -136,7 +135,9 @@ def reversed_places(content: Tensor, offsets: Tensor, of_row: Tensor) -> Tensor:
     return _sources(content, offsets, rows, torch.where(turned, counts[rows] - 1 - ranks, ranks))
 
 
-def window_places(content: Tensor, offsets: Tensor, of_row: Tensor, permutations: Tensor) -> Tensor:
+def window_places(
+    content: torch.Tensor, offsets: torch.Tensor, of_row: torch.Tensor, permutations: torch.Tensor
+) -> torch.Tensor:
     """Return the place from which each place of the reordered tokens takes its token, (token,).
 
     A shorter last window takes the places of its permutation that it has.
@@ -158,14 +159,14 @@ def window_places(content: Tensor, offsets: Tensor, of_row: Tensor, permutations
     return _sources(content, offsets, rows, start + cut[of_row[rows], lengths, ranks - start])
 
 
-def _ranks(content: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _ranks(content: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the rank of each content token in its row, (content,), the number by row, and the row of each."""
     rows = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())[content]
     counts = torch.bincount(rows, minlength=len(offsets) - 1)
     return torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows], counts, rows
 
 
-def _sources(content: Tensor, offsets: Tensor, rows: Tensor, ranks: Tensor) -> Tensor:
+def _sources(content: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
     """Return the place of the content token with the given rank in its row; places of other tokens are unchanged."""
     counts = torch.bincount(rows, minlength=len(offsets) - 1)
     places = content.nonzero().flatten()

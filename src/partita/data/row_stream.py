@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from partita.data.dataset_files import IMAGE_SUFFIXES
 from partita.data.errors import DataError, need, reading
@@ -87,7 +86,9 @@ def _objects(path: Path) -> Iterator[Row]:
             yield line
 
 
-def decode_image(value: Any, named: str, folder: Path, size: int, channels: int) -> tuple[Tensor, tuple[int, int]]:
+def decode_image(
+    value: Any, named: str, folder: Path, size: int, channels: int
+) -> tuple[torch.Tensor, tuple[int, int]]:
     """Decode an image to uint8 pixels, (channel, size, size), as the image tasks do.
 
     Args:
@@ -121,7 +122,7 @@ def decode_image(value: Any, named: str, folder: Path, size: int, channels: int)
     return torch.from_numpy(pixels.copy()), shape
 
 
-def save_mask(classes: Tensor, shape: tuple[int, int], file: Path) -> None:
+def save_mask(classes: torch.Tensor, shape: tuple[int, int], file: Path) -> None:
     """Write class numbers, (height, width), as a grayscale PNG of the given width and height."""
     pillow = need("PIL.Image", "data")
     picture = pillow.fromarray(classes.to(torch.uint8).cpu().numpy())

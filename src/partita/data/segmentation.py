@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from partita.core import memory
 from partita.core.data import IGNORE_INDEX
@@ -213,7 +212,7 @@ def _names(part: DatasetPart, numbers: Sequence[NDArray[np.uint8]], ignore: int 
 
 def _targets(
     part: DatasetPart, numbers: Sequence[NDArray[np.uint8]], classes: Sequence[str], ignore: int | None
-) -> Tensor:
+) -> torch.Tensor:
     """Return the targets, (row, height, width), in 16 bits to save memory: there is one for each pixel."""
     for place, values in enumerate(numbers):
         if values.shape != numbers[0].shape:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from partita.core.data import IGNORE_INDEX, Batch
 from partita.data.errors import DataError
@@ -35,7 +34,7 @@ class Seq2SeqExamples:
         return len(self.sources)
 
     @property
-    def targets(self) -> Tensor:
+    def targets(self) -> torch.Tensor:
         """The tokens of all target rows, (token,)."""
         return self.answers.ids
 
@@ -44,7 +43,7 @@ class Seq2SeqExamples:
         """The longest padded rows, of the sources and of the targets."""
         return self.sources.limits[0], self.answers.limits[0]
 
-    def lengths(self, indices: Tensor) -> Tensor:
+    def lengths(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the number of tokens of the sources with their targets, (example,): both cost padding."""
         return self.sources.lengths(indices) + self.answers.lengths(indices)
 
@@ -52,7 +51,7 @@ class Seq2SeqExamples:
         """Return the smallest vocabulary size that holds every token."""
         return max(self.sources.vocabulary_size(), self.answers.vocabulary_size(), self.start + 1)
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         answers = self.answers.take(indices).inputs
         ids = answers["input_ids"]
         decoder_input_ids = torch.cat([ids.new_full((len(ids), 1), self.start), ids[:, :-1]], 1)

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from partita.core.options import (
     Count,
@@ -146,7 +145,7 @@ def split(
     return reorder_content(federation, reorder, reorder_size, orders, key / "reorder")
 
 
-def _classes(task: Task) -> Tensor:
+def _classes(task: Task) -> torch.Tensor:
     """Return the class of each train row, for `split.shots`.
 
     Raises:

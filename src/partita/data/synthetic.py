@@ -7,7 +7,6 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from partita.core import memory
 from partita.core.options import Count, NotNegative
@@ -38,7 +37,7 @@ def synthetic(
     # A single domain needs no shift.
     styles = torch.randn(domains, *shape, generator=(key / "domains").generator()) * (shift if domains > 1 else 0.0)
 
-    def table(key: Key, count: int) -> tuple[Table, Tensor]:
+    def table(key: Key, count: int) -> tuple[Table, torch.Tensor]:
         labels = (key / "labels").permutation(count) % classes
         places = (key / "places").permutation(count) % domains
         pixels = torch.randn(count, *shape, generator=(key / "noise").generator()).mul_(noise)

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from partita.core.data import Batch, ClientData, Examples, NewClasses, text_lengths
 from partita.core.options import Range
@@ -43,7 +42,7 @@ class Table:
     """
 
     inputs: Tensors
-    targets: Tensor
+    targets: torch.Tensor
     transform: Callable[[Tensors], Tensors] | None = None
 
     def __post_init__(self) -> None:
@@ -54,7 +53,7 @@ class Table:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         indices = indices.to(self.targets.device, non_blocking=True)
         inputs = {name: value.index_select(0, indices) for name, value in self.inputs.items()}
         if self.transform is not None:
@@ -85,13 +84,13 @@ class Subset:
     """A view of some rows of a table. It stores only the row indices."""
 
     table: Rows
-    indices: Tensor  # (row,)
-    groups: Tensor | None = None  # the group of each example, such as its patient, (row,); None if there are none
+    indices: torch.Tensor  # (row,)
+    groups: torch.Tensor | None = None  # the group of each example, such as its patient, (row,); None if there are none
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         return self.table.take(self.indices[indices])
 
     @property
@@ -99,22 +98,22 @@ class Subset:
         """The longest padded rows of tokens, of the inputs and of the targets; None for a table without texts."""
         return getattr(self.table, "limits", None)
 
-    def lengths(self, indices: Tensor) -> Tensor | None:
+    def lengths(self, indices: torch.Tensor) -> torch.Tensor | None:
         """Return the number of tokens of each example, (example,); None for a table without texts."""
         return text_lengths(self.table, self.indices[indices])
 
     @property
-    def documents(self) -> Tensor | None:
+    def documents(self) -> torch.Tensor | None:
         """The document of each example, (example,); None if examples are documents."""
         documents = getattr(self.table, "documents", None)
         return None if documents is None else documents[self.indices]
 
-    def take_choices(self, indices: Tensor) -> tuple[Batch, Tensor, Tensor]:
+    def take_choices(self, indices: torch.Tensor) -> tuple[Batch, torch.Tensor, torch.Tensor]:
         """Return questions with all their choices, as `ChoiceExamples` does."""
         assert isinstance(self.table, ChoiceExamples)
         return self.table.take_choices(self.indices[indices])
 
-    def prefetch(self, indices: Tensor) -> None:
+    def prefetch(self, indices: torch.Tensor) -> None:
         """Start to read the examples if the table reads ahead."""
         if isinstance(self.table, ImagesOnDisk):
             self.table.prefetch(self.indices[indices])
@@ -177,9 +176,9 @@ class Task:
         return len(self.train) if self.first_windows is None else len(self.first_windows) - 1
 
     @cached_property
-    def first_windows(self) -> Tensor | None:
+    def first_windows(self) -> torch.Tensor | None:
         """The first window of each train row and the number of windows, (row + 1,); None if rows are examples."""
-        documents: Tensor | None = getattr(self.train, "documents", None)
+        documents: torch.Tensor | None = getattr(self.train, "documents", None)
         if documents is None:
             return None
         return torch.cat([torch.zeros(1, dtype=torch.long), torch.bincount(documents).cumsum(0)])
@@ -237,7 +236,7 @@ def text_task(
 
 def _row_count(table: Rows) -> int:
     """Return the number of rows of a table: documents if texts are cut into windows, else examples."""
-    documents: Tensor | None = getattr(table, "documents", None)
+    documents: torch.Tensor | None = getattr(table, "documents", None)
     return len(table) if documents is None else int(documents[-1]) + 1 if len(documents) else 0
 
 
@@ -257,7 +256,7 @@ class Federation:
     clients: Sequence[str]
     parts: PartsByPosition
     unseen: Sequence[str] = ()
-    groups: Tensor | None = None
+    groups: torch.Tensor | None = None
 
     def __getitem__(self, client: str) -> ClientData:
         if client in self.unseen:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from partita.core.options import Count, Whole
 from partita.core.rng import Key
@@ -82,7 +82,7 @@ def text(
 def read_texts(
     source: Dataset,
     column: str,
-    targets: Iterable[Tensor],
+    targets: Iterable[torch.Tensor],
     tokenizer: str | None,
     max_length: int,
     options: TextOptions,
@@ -132,7 +132,7 @@ def read_texts(
 def _read_pairs(
     source: Dataset,
     columns: tuple[str, str],
-    targets: Iterable[Tensor],
+    targets: Iterable[torch.Tensor],
     tokenizer: str | None,
     max_length: int,
     options: TextOptions,

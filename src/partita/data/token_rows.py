@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from partita.core.options import NotNegative
 from partita.data.cache import cached
@@ -52,12 +51,12 @@ class Chunk:
 class TokenRows:
     """All token rows of a part: the chunks, joined."""
 
-    ids: Tensor  # (token,)
-    offsets: Tensor  # (row + 1,)
-    documents: Tensor | None  # (row,)
+    ids: torch.Tensor  # (token,)
+    offsets: torch.Tensor  # (row + 1,)
+    documents: torch.Tensor | None  # (row,)
     vocabulary_size: int
     cut: CutCounter
-    targets: Tensor | None = None  # (token,)
+    targets: torch.Tensor | None = None  # (token,)
 
 
 @dataclass
@@ -156,7 +155,7 @@ def _write(folder: Path, chunks: Callable[[CutCounter], Iterator[Chunk]]) -> Non
     (folder / ABOUT).write_text(json.dumps(about))
 
 
-def _map(file: Path) -> Tensor:
+def _map(file: Path) -> torch.Tensor:
     # Copy on write: torch warns about arrays that cannot be written. Nothing writes to them.
     return (
         torch.from_numpy(np.memmap(file, np.int32, "c")) if file.stat().st_size else torch.empty(0, dtype=torch.int32)
@@ -168,7 +167,7 @@ def _offsets(chunks: Sequence[Chunk]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
-def _joined(parts: Iterable[NDArray[Any] | None]) -> Tensor | None:
+def _joined(parts: Iterable[NDArray[Any] | None]) -> torch.Tensor | None:
     present = [part for part in parts if part is not None]
     return torch.from_numpy(np.concatenate(present)) if present else None
 

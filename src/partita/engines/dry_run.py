@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from torch import Tensor
+import torch
 
 from partita.core import tensors
 from partita.core.client import ClientState, Job, LocalResult, begin_round, finish_round
@@ -27,10 +27,10 @@ class _OneExample:
     def __len__(self) -> int:
         return 1
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         return Batch({}, indices)
 
-    def lengths(self, indices: Tensor) -> Tensor:
+    def lengths(self, indices: torch.Tensor) -> torch.Tensor:
         return indices + 1
 
 

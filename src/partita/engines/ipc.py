@@ -17,7 +17,6 @@ from threading import Thread
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from partita.core.tensors import Tensors
 
@@ -25,7 +24,7 @@ ALIGNMENT = 64  # bytes, like torch's allocator: with another alignment, some ke
 MAX_VIEWS = 1024  # buffers that Linux reads or writes in one call (IOV_MAX)
 
 
-def shared_buffer(like: Tensors) -> Tensor:
+def shared_buffer(like: Tensors) -> torch.Tensor:
     """Return shared memory for tensors like these, (byte,). Every process that gets it can read and write it."""
     return torch.empty(_offsets(like)[-1], dtype=torch.uint8).share_memory_()
 
@@ -36,7 +35,7 @@ def _offsets(like: Tensors) -> list[int]:
     return list(accumulate(sizes, initial=0))
 
 
-def tensor_views(buffer: Tensor, like: Tensors) -> Tensors:
+def tensor_views(buffer: torch.Tensor, like: Tensors) -> Tensors:
     """Return the tensors in a buffer from `shared_buffer` as views.
 
     Args:
@@ -83,21 +82,21 @@ class _TensorPickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.tensors: dict[int, Tensor] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
 
     def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, torch.Tensor):
             return None
         self.tensors[id(value)] = value
         return id(value)
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Mapping[int, Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Mapping[int, torch.Tensor]) -> None:
         super().__init__(file)
         self.tensors = tensors
 
-    def persistent_load(self, number: int) -> Tensor:
+    def persistent_load(self, number: int) -> torch.Tensor:
         return self.tensors[number]
 
 
@@ -124,7 +123,7 @@ def receive(pipe: Connection, device: torch.device) -> Any:
     return _TensorUnpickler(io.BytesIO(skeleton), tensors).load()
 
 
-def _transfer(move: Callable[[int, list[memoryview]], int], pipe: Connection, values: Sequence[Tensor]) -> None:
+def _transfer(move: Callable[[int, list[memoryview]], int], pipe: Connection, values: Sequence[torch.Tensor]) -> None:
     """Move bytes between the pipe and the tensors' memory. Each call moves what it can of up to MAX_VIEWS buffers."""
     rest = deque(view for value in values if (view := value.flatten().view(torch.uint8).numpy().data))
     while rest:

@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 import torch
-from torch import Tensor
 
 from partita.core.client import ClientError, ClientState, Job
 from partita.core.data import EvaluateOn
@@ -176,7 +175,9 @@ def _device(engine: SimulationEngine, number: int) -> torch.device:
     return torch.device(engine.device.type, number % torch.cuda.device_count())
 
 
-def _serve(parent: Connection, build: Callable[[], SimulationEngine], device: torch.device, buffer: Tensor) -> None:
+def _serve(
+    parent: Connection, build: Callable[[], SimulationEngine], device: torch.device, buffer: torch.Tensor
+) -> None:
     end_with_parent()
     # One thread: a fork does not inherit the parent's thread pool, and workers would compete for cores.
     torch.set_num_threads(1)
@@ -187,7 +188,7 @@ def _serve(parent: Connection, build: Callable[[], SimulationEngine], device: to
 
 
 def _serve_requests(
-    parent: Connection, build: Callable[[], SimulationEngine], device: torch.device, buffer: Tensor
+    parent: Connection, build: Callable[[], SimulationEngine], device: torch.device, buffer: torch.Tensor
 ) -> None:
     worker: _Worker | None = None
     while requests := receive(parent, device):
@@ -205,9 +206,11 @@ def _serve_requests(
 class _Worker:
     """An engine in a worker process, with the parameters it has read from shared memory."""
 
-    def __init__(self, engine: SimulationEngine, device: torch.device, buffer: Tensor) -> None:
+    def __init__(self, engine: SimulationEngine, device: torch.device, buffer: torch.Tensor) -> None:
         self.engine, self.device, self.shared_params = engine, device, tensor_views(buffer, engine.model.initial)
-        self.read: dict[str, tuple[int, Tensor]] = {}  # name -> (version, tensor); on a CPU, a view of shared memory
+        self.read: dict[
+            str, tuple[int, torch.Tensor]
+        ] = {}  # name -> (version, tensor); on a CPU, a view of shared memory
 
     def reply(self, requests: Sequence[WorkerRequest]) -> WorkerReply:
         store = self.engine.store = MemoryStore()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from torch import Tensor
+import torch
 
 from partita.core.client import ClientError, Job
 from partita.core.data import EvaluateOn
@@ -95,7 +95,7 @@ class _Protocol:
             self.server.add_masked(name, masked)
         return MaskedUpdate(name)
 
-    def finish(self, like: Mapping[str, Tensor]) -> SecureSum:
+    def finish(self, like: Mapping[str, torch.Tensor]) -> SecureSum:
         """Unmask the sum."""
         failure = None
         try:

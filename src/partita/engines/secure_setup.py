@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torch import Tensor
+import torch
 
 from partita.core import serialization
 from partita.core.client import Job
@@ -61,7 +61,7 @@ def check_cohort(run: Run, model: Model, jobs: Sequence[Job]) -> None:
     check_plans(run, jobs[0].round, plans)
 
 
-def encode(run: Run, setup: RoundSetup, update: Update, attempt: str | None = None) -> Tensor:
+def encode(run: Run, setup: RoundSetup, update: Update, attempt: str | None = None) -> torch.Tensor:
     """Return a client's vector, with its noise if clients add it.
 
     Args:
@@ -81,7 +81,7 @@ def finish(
     run: Run,
     setup: RoundSetup,
     server: SecureServer,
-    like: Mapping[str, Tensor],
+    like: Mapping[str, torch.Tensor],
     seconds: dict[str, float],
     failure: str | None = None,
 ) -> SecureSum:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from partita.core import tensors
 from partita.core.data import IGNORE_INDEX, Examples, PrefetchingExamples
@@ -40,6 +38,8 @@ __all__ = [
     "score",
 ]
 
+P = ParamSpec("P")
+T = TypeVar("T")
 ACCURACY = Accuracy()
 METRIC_NAMES = tuple(
     dict.fromkeys(
@@ -53,6 +53,17 @@ METRIC_NAMES = tuple(
         )
     )
 )
+
+
+def _in_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate with `torch.inference_mode()` when called: importing this module must not import torch."""
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        result: T = torch.inference_mode()(function)(*args, **options)
+        return result
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,7 @@ class _Pairs:
 
     def __init__(self, evaluator: Evaluator, classes: int) -> None:
         self.evaluator, self.classes = evaluator, classes
-        self.total: Tensor | None = None  # (true class, predicted class); stays on the device until the end
+        self.total: torch.Tensor | None = None  # (true class, predicted class); stays on the device until the end
 
     def add(self, batch: Predictions) -> Predictions:
         """Count a batch and return it."""
@@ -161,8 +172,8 @@ class _Decisions:
 
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator = evaluator
-        self.predicted: Tensor | None = None  # the first decision
-        self.target: Tensor | None = None  # the first target
+        self.predicted: torch.Tensor | None = None  # the first decision
+        self.target: torch.Tensor | None = None  # the first target
         self.differ = self.targets_differ = False
 
     def add(self, batch: Predictions) -> Predictions:
@@ -184,7 +195,7 @@ class _Decisions:
         return tuple(first) if not self.predicted.ndim else tuple(place for place, on in enumerate(first) if on)
 
 
-@torch.inference_mode()
+@_in_inference_mode
 def _predictions(
     model: Model, params: Tensors, examples: Examples, size: int, forward: Forward = logits_and_losses
 ) -> Iterator[Predictions]:
@@ -209,14 +220,14 @@ def _predictions(
 
 
 def _generate(
-    model: Model, params: Tensors, inputs: Tensors, targets: Tensor, examples: int, max_new_tokens: int
+    model: Model, params: Tensors, inputs: Tensors, targets: torch.Tensor, examples: int, max_new_tokens: int
 ) -> tuple[list[str], list[str]]:
     """Generate texts for the first examples of a batch, and return them with the target texts."""
     read, wanted = _prompts({name: value[:examples] for name, value in inputs.items()}, targets[:examples])
     return model.generate(params, read, max_new_tokens), model.decode(wanted)
 
 
-def _prompts(inputs: Tensors, targets: Tensor) -> tuple[Tensors, Tensor]:
+def _prompts(inputs: Tensors, targets: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """Return what a model reads to generate a text, and the target texts. A decoder's own inputs hold its answer."""
     return (inputs, targets) if "decoder_input_ids" in inputs else last_answers(inputs, targets)
 
@@ -247,8 +258,8 @@ def sample_texts(
     return list(zip(model.decode(ids), model.decode(wanted), texts, strict=True))
 
 
-@torch.inference_mode()
-def _score_choices(model: Model, params: Tensors, examples: Any, indices: Tensor, size: int) -> ScoredChoices:
+@_in_inference_mode
+def _score_choices(model: Model, params: Tensors, examples: Any, indices: torch.Tensor, size: int) -> ScoredChoices:
     """Score all choices of some questions, at most `size` choices at a time."""
     batch, counts, right = examples.take_choices(indices)
     device = next(iter(params.values())).device
@@ -260,7 +271,7 @@ def _score_choices(model: Model, params: Tensors, examples: Any, indices: Tensor
         likelihoods.append(-losses.double().cpu() * tokens[rows])
     of_question = torch.cat(likelihoods).split(counts.tolist())
     return ScoredChoices(
-        pad_sequence(of_question, True, -torch.inf),
-        pad_sequence(tokens.split(counts.tolist()), True, 1),
+        torch.nn.utils.rnn.pad_sequence(of_question, True, -torch.inf),
+        torch.nn.utils.rnn.pad_sequence(tokens.split(counts.tolist()), True, 1),
         right,
     )

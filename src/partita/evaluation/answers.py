@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from partita.core.data import IGNORE_INDEX
 from partita.core.tensors import Tensors
@@ -39,7 +37,7 @@ class Answers:
             count += len(right)
         return {**mean.scores(), "exact_match": matches / count}
 
-    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None
 
 
@@ -67,11 +65,11 @@ class Choices:
             count += len(chosen.right)
         return {"accuracy": right / count, "normalized_accuracy": normalized / count, **mean.scores()}
 
-    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None
 
 
-def exact_answers(batch: Predictions) -> Tensor:
+def exact_answers(batch: Predictions) -> torch.Tensor:
     """Return whether the last answer of each conversation matches exactly, (example,)."""
     answers = _last_only(batch.targets, _last_starts(batch.targets))
     right = (batch.logits.argmax(-1) == answers) | (answers == IGNORE_INDEX)  # (example, token)
@@ -100,7 +98,7 @@ def with_generation(evaluator: Evaluator, max_new_tokens: int | None, examples: 
     return evaluator
 
 
-def last_answers(inputs: Tensors, targets: Tensor) -> tuple[Tensors, Tensor]:
+def last_answers(inputs: Tensors, targets: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """Return the prompts of the last answers, and these answers.
 
     Args:
@@ -120,13 +118,13 @@ def last_answers(inputs: Tensors, targets: Tensor) -> tuple[Tensors, Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}, _last_only(targets, first)
 
 
-def _last_starts(targets: Tensor) -> Tensor:
+def _last_starts(targets: torch.Tensor) -> torch.Tensor:
     """Return where the last answers start, (example,): the place of the last token of their prompts."""
     answered = targets != IGNORE_INDEX
-    starts = answered & ~functional.pad(answered, (1, 0))[:, :-1]
+    starts = answered & ~torch.nn.functional.pad(answered, (1, 0))[:, :-1]
     return (starts * torch.arange(targets.shape[1], device=targets.device)).amax(1)
 
 
-def _last_only(targets: Tensor, starts: Tensor) -> Tensor:
+def _last_only(targets: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     places = torch.arange(targets.shape[1], device=targets.device)
     return targets.masked_fill(places < starts.unsqueeze(1), IGNORE_INDEX)

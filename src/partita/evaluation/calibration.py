@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 BINS = 15
 
 
-def bins_of(probabilities: Tensor) -> Tensor:
+def bins_of(probabilities: torch.Tensor) -> torch.Tensor:
     """Return the bin of each probability. Bins have equal width and are closed at the upper end."""
     return (probabilities.double() * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
 
@@ -27,9 +26,9 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        self.parts: list[Tensor] = []  # (2, example): whether the prediction is right, and its probability
+        self.parts: list[torch.Tensor] = []  # (2, example): whether the prediction is right, and its probability
 
-    def add(self, logits: Tensor, targets: Tensor) -> None:
+    def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
         """Add a batch of logits (example, class) and class indices (example,)."""
         guesses = logits.argmax(-1)
         top = logits.gather(-1, guesses.unsqueeze(-1)).squeeze(-1)

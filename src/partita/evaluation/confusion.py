@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 
-def confusion_matrix(predicted: Tensor, labels: Tensor, classes: int) -> Tensor:
+def confusion_matrix(predicted: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
     """Count the pairs of a true and a predicted class.
 
     Args:

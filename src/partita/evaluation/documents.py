@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from partita.core import tensors
 from partita.core.data import IGNORE_INDEX, Batch, Examples
@@ -17,7 +15,7 @@ from partita.evaluation.metrics import Predictions
 
 
 def document_predictions(
-    model: Model, params: Tensors, windows: Examples, documents: Tensor, size: int, forward: Forward
+    model: Model, params: Tensors, windows: Examples, documents: torch.Tensor, size: int, forward: Forward
 ) -> Iterator[Predictions]:
     """Yield the predictions for documents, from those for their windows.
 
@@ -44,14 +42,14 @@ def document_predictions(
         yield Predictions(logits, targets, model.losses(Output(logits), targets))
 
 
-def _stacked(rows: Sequence[Tensor]) -> Tensor:
+def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack one tensor per document. Documents with different numbers of tokens are padded."""
     if len({row.shape for row in rows}) == 1:
         return torch.stack(list(rows))
-    return pad_sequence(list(rows), True, 0 if rows[0].is_floating_point() else IGNORE_INDEX)
+    return torch.nn.utils.rnn.pad_sequence(list(rows), True, 0 if rows[0].is_floating_point() else IGNORE_INDEX)
 
 
-def _starts(counts: Tensor, size: int) -> list[int]:
+def _starts(counts: torch.Tensor, size: int) -> list[int]:
     """Return the first window of each batch of `size` documents."""
     starts: list[int] = (counts.cumsum(0) - counts)[::size].tolist()
     return starts
@@ -59,7 +57,7 @@ def _starts(counts: Tensor, size: int) -> list[int]:
 
 def _windows(
     forward: Forward, model: Model, params: Tensors, batch: Batch, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield logits and targets of each window, without the tokens that have no target."""
     wanted = batch.targets.to(device)
     found, _ = forward(model, params, tensors.to(batch.inputs, device), wanted)
@@ -69,7 +67,7 @@ def _windows(
         yield (logits[scored], targets[scored]) if each_token else (logits, targets)
 
 
-def _joined(windows: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _joined(windows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits and targets of a document."""
     logits, targets = zip(*windows, strict=True)
     if logits[0].ndim > 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import ClassVar
 
-from torch import Tensor
+import torch
 
 from partita.evaluation.metrics import LOSS, PERPLEXITY, EvaluationError, MeanPerToken, Metric, Predictions
 
@@ -28,9 +28,9 @@ class ScoredChoices:
         right: The place of the right choice, (question,).
     """
 
-    likelihoods: Tensor
-    tokens: Tensor
-    right: Tensor
+    likelihoods: torch.Tensor
+    tokens: torch.Tensor
+    right: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class GeneratedText:
                 truths += targets
         return {**rouge(texts, truths), "exact_match": exact_match(texts, truths), **mean.scores()}
 
-    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None
 
 

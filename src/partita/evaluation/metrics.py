@@ -10,8 +10,6 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn import functional
 
 from partita.core.data import IGNORE_INDEX
 from partita.evaluation import ranking
@@ -62,9 +60,9 @@ class Predictions:
         losses: The loss of each example, (example,).
     """
 
-    logits: Tensor
-    targets: Tensor
-    losses: Tensor
+    logits: torch.Tensor
+    targets: torch.Tensor
+    losses: torch.Tensor
 
 
 class Evaluator(Protocol):
@@ -91,7 +89,7 @@ class Evaluator(Protocol):
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]: ...
 
-    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return what is predicted and what is true, each (decision, ...); None if nothing is classified.
 
         A decision is the class of an example or of a token, or the set of labels of an example.
@@ -109,7 +107,7 @@ class Accuracy:
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
         calibration = Calibration()
-        loss: list[Tensor] = []
+        loss: list[torch.Tensor] = []
         count = 0
         for batch in batches:
             calibration.add(batch.logits, batch.targets)
@@ -117,7 +115,7 @@ class Accuracy:
             count += len(batch.targets)
         return {**calibration.scores(), "loss": sum(torch.stack(loss).tolist()) / count}
 
-    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         return batch.logits.argmax(-1), batch.targets
 
 
@@ -141,7 +139,7 @@ class SingleLabel:
         guesses = logits.argmax(1)
         calibration = Calibration()
         calibration.add(logits, targets)
-        truth = functional.one_hot(targets, logits.shape[1])  # (example, class)
+        truth = torch.nn.functional.one_hot(targets, logits.shape[1])  # (example, class)
         return {
             **calibration.scores(),
             **_f1(targets.numpy(), guesses.numpy()),
@@ -149,7 +147,7 @@ class SingleLabel:
             "loss": loss,
         }
 
-    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         return batch.logits.argmax(-1), batch.targets
 
 
@@ -183,7 +181,7 @@ class MultiLabel:
             "loss": loss,
         }
 
-    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         return (batch.logits > 0).long(), batch.targets.long()  # (example, class)
 
 
@@ -229,7 +227,7 @@ class Entities:
         scores = {"accuracy": right / mean.count, "loss": mean.value} if mean.count else {}
         return {**sum(counts, Counts()).scores(), **scores, **_by_type(scheme.types, counts)}
 
-    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         valid = batch.targets != IGNORE_INDEX
         return batch.logits.argmax(-1)[valid], batch.targets[valid]  # (token,)
 
@@ -248,7 +246,7 @@ class NextToken:
             mean.add(batch)
         return mean.scores()
 
-    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None
 
 
@@ -271,7 +269,7 @@ class Regression:
             "loss": loss,
         }
 
-    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None
 
 
@@ -309,7 +307,7 @@ class MeanPerToken:
         return {"loss": self.value, "perplexity": math.exp(self.value) if self.value < 700 else math.inf}
 
 
-def _gathered(batches: Iterator[Predictions]) -> tuple[Tensor, Tensor, float]:
+def _gathered(batches: Iterator[Predictions]) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return the logits, targets and mean loss of all examples."""
     outputs = [(batch.logits.cpu(), batch.targets.cpu(), batch.losses.cpu()) for batch in batches]
     logits, targets, losses = (torch.cat(parts) for parts in zip(*outputs, strict=True))
@@ -350,7 +348,7 @@ def _class_mean(area: Area, truth: NDArray[Any], scores: NDArray[Any], classes: 
     return float(np.mean([area(truth[:, place], scores[:, place], once)[0] for place in classes]))
 
 
-def _r2(errors: Tensor, targets: Tensor) -> dict[str, float]:
+def _r2(errors: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
     """Return the mean R² over the targets that vary. For a constant target it is undefined."""
     varies = targets.amin(0) < targets.amax(0)  # (target,)
     deviations = (targets - targets.mean(0)).square().sum(0)[varies]

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from partita.evaluation import ranking
 from partita.evaluation.bootstrap import Floats, Ints
@@ -127,9 +126,9 @@ class Recomputed:
     """Scores of any function of predictions, computed again for each resample."""
 
     function: Callable[[Predictions], Mapping[str, float]]
-    logits: Tensor
-    targets: Tensor
-    losses: Tensor
+    logits: torch.Tensor
+    targets: torch.Tensor
+    losses: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.targets)

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from partita.core.data import IGNORE_INDEX
 from partita.core.own_code import short_name
 from partita.core.registry import find_function
 from partita.evaluation.metrics import EvaluationError, Evaluator, Metric, Predictions
 
-MetricFunction = Callable[[Tensor, Tensor], float]  # (logits, targets) of all examples -> score
+MetricFunction = Callable[[torch.Tensor, torch.Tensor], float]  # (logits, targets) of all examples -> score
 F = TypeVar("F", bound=MetricFunction)
 
 _ATTRIBUTE = "partita_metric"
@@ -78,7 +77,7 @@ class OwnMetrics:
         return self.evaluator.batch
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        seen: list[tuple[Tensor, Tensor]] = []
+        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def gather() -> Iterator[Predictions]:
             for batch in batches:
@@ -93,15 +92,15 @@ class OwnMetrics:
         """Return the scores of the user's own functions."""
         return self._own_scores(batch.logits, batch.targets)
 
-    def _own_scores(self, logits: Tensor, targets: Tensor) -> dict[str, float]:
+    def _own_scores(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
         values = {own.name: float(function(logits, targets)) for own, function in self.functions.items()}
         return {name: value for name, value in values.items() if not math.isnan(value)}  # NaN: undefined for these
 
-    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         return self.evaluator.decisions(batch)
 
 
-def join_batches(parts: Sequence[Tensor]) -> Tensor:
+def join_batches(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join batches (example, ...). Batches of texts can differ in length, and are padded at the end."""
     if len({part.shape[1:] for part in parts}) > 1:
         longest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
@@ -109,7 +108,7 @@ def join_batches(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts))
 
 
-def _padded(part: Tensor, sizes: Sequence[int]) -> Tensor:
+def _padded(part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     # Targets are padded with the index that losses ignore.
     empty = part.new_full((part.shape[0], *sizes), 0 if part.is_floating_point() else IGNORE_INDEX)
     empty[tuple(slice(size) for size in part.shape)] = part

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+import torch
 
 from partita.core.data import IGNORE_INDEX
 from partita.evaluation.confusion import confusion_matrix
@@ -27,7 +27,7 @@ class Segmentation:
     batch: ClassVar[int] = 16
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        confusion: Tensor | None = None  # (true class, predicted class), in pixels
+        confusion: torch.Tensor | None = None  # (true class, predicted class), in pixels
         loss, count = 0.0, 0
         for batch in batches:
             counts = confusion_matrix(*_labeled(batch), batch.logits.shape[1])
@@ -37,18 +37,18 @@ class Segmentation:
         assert confusion is not None, "there is at least one example"
         return {**_overlaps(confusion.double().cpu()), "loss": loss / count}
 
-    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         return _labeled(batch)
 
 
-def _labeled(batch: Predictions) -> tuple[Tensor, Tensor]:
+def _labeled(batch: Predictions) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the predicted and the true classes of the labeled pixels, each (pixel,)."""
     targets = batch.targets.long()
     labeled = targets != IGNORE_INDEX
     return batch.logits.argmax(1)[labeled], targets[labeled]
 
 
-def _overlaps(confusion: Tensor) -> dict[str, float]:
+def _overlaps(confusion: torch.Tensor) -> dict[str, float]:
     """Return the scores; none if no pixel has a label."""
     hits, total = confusion.diagonal(), confusion.sum()
     both = confusion.sum(0) + confusion.sum(1)  # pixels of each class in masks, and in predictions

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from scipy import sparse
-from torch import Tensor
-from torch.nn import functional
 
 from partita.core.data import IGNORE_INDEX
 from partita.evaluation.answers import Answers, Choices, exact_answers
@@ -100,7 +98,7 @@ def _single_label(batches: Iterator[Predictions], classes: tuple[str, ...]) -> O
     logits, targets, losses = (torch.cat(each) for each in zip(*parts, strict=True))
     probabilities, guesses = logits.softmax(1), logits.argmax(1)
     count, size = len(targets), len(classes)
-    squared = (probabilities - functional.one_hot(targets, size)).square().sum(1)
+    squared = (probabilities - torch.nn.functional.one_hot(targets, size)).square().sum(1)
     sure = probabilities.gather(1, guesses.unsqueeze(1)).squeeze(1)
     rows = torch.arange(count)
     right = guesses == targets
@@ -111,7 +109,7 @@ def _single_label(batches: Iterator[Predictions], classes: tuple[str, ...]) -> O
         "hits": _places(rows[right], targets[right], count, size),
         **_bins(rows, sure, right, count),
     }
-    truth = functional.one_hot(targets, size).bool().numpy()
+    truth = torch.nn.functional.one_hot(targets, size).bool().numpy()
     ranked = Ranked(truth, probabilities.numpy(), classes, precision=False)
     counts = torch.bincount(targets * size + guesses, minlength=size * size).view(size, size).numpy()
     return Outcomes(
@@ -170,13 +168,13 @@ def _entities(batches: Iterator[Predictions], evaluator: Entities) -> Outcomes:
     types, kinds = len(scheme.types), torch.from_numpy(scheme.type_of) + 1  # 0 is no entity
     counts: list[list[int]] = []  # of each sentence: true, predicted, exact and overlapping entities of each type
     tokens: list[list[float]] = []
-    places, sure, right = list[Tensor](), list[Tensor](), list[Tensor]()
+    places, sure, right = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
     confusion = torch.zeros(types + 1, types + 1, dtype=torch.long)
     for batch in batches:
         logits, targets, losses = batch.logits.cpu().double(), batch.targets.cpu(), batch.losses.cpu().double()
         guesses, valid = logits.argmax(-1), targets != IGNORE_INDEX
         top = (logits.amax(-1) - logits.logsumexp(-1)).exp()
-        truth = functional.one_hot(targets.clamp(min=0), logits.shape[-1])
+        truth = torch.nn.functional.one_hot(targets.clamp(min=0), logits.shape[-1])
         squared = (logits.softmax(-1) - truth).square().sum(-1)
         number = valid.sum(1)
         hits = (guesses == targets) & valid
@@ -235,7 +233,7 @@ def _rates(counts: Floats) -> dict[str, Floats]:
 
 def _segmentation(batches: Iterator[Predictions], classes: tuple[str, ...]) -> Outcomes:
     size = len(classes)
-    matrices, means, bins = list[Tensor](), list[list[float]](), list[Tensor]()
+    matrices, means, bins = list[torch.Tensor](), list[list[float]](), list[torch.Tensor]()
     for batch in batches:
         targets = batch.targets.long()
         labeled = targets != IGNORE_INDEX
@@ -399,7 +397,7 @@ def _calibration_error(totals: Totals) -> dict[str, Floats]:
     return {"ece": Reliability(counts, sure, right).error()}
 
 
-def _bins(rows: Tensor, sure: Tensor, right: Tensor, count: int) -> dict[str, Any]:
+def _bins(rows: torch.Tensor, sure: torch.Tensor, right: torch.Tensor, count: int) -> dict[str, Any]:
     """Return the block "bins" of predictions: for each bin their number, probabilities and hits."""
     if not bool(sure.isfinite().all()):
         return {}
@@ -409,16 +407,16 @@ def _bins(rows: Tensor, sure: Tensor, right: Tensor, count: int) -> dict[str, An
     return {"bins": _coo(values, *where, (count, 3 * BINS))}
 
 
-def _places(rows: Tensor, columns: Tensor, count: int, size: int) -> Any:
+def _places(rows: torch.Tensor, columns: torch.Tensor, count: int, size: int) -> Any:
     return _coo(torch.ones(len(rows)), rows, columns, (count, size))
 
 
-def _coo(values: Tensor, rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Any:
+def _coo(values: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, shape: tuple[int, int]) -> Any:
     made = sparse.coo_array((values.double().numpy(), (rows.numpy(), columns.numpy())), shape)
     return made.tocsr()  # sums what has the same place
 
 
-def _sparse(block: Tensor) -> Any:
+def _sparse(block: torch.Tensor) -> Any:
     return sparse.csr_array(block.numpy().astype(np.float64))
 
 

@@ -11,7 +11,7 @@ from partita.core.rng import Key
 from partita.models import ModelError
 from partita.models.adapter import FunctionalModel, frozen_parameters
 from partita.models.adapter_options import frozen_part
-from partita.models.pretrained import stored_size
+from partita.models.loading import stored_size
 from partita.models.quantization import Mode
 from partita.models.without_weights import module_without_weights
 from partita.tasks.chunked_loss import CHUNK

@@ -20,8 +20,8 @@ from partita.experiment.exported import Export, ExportError, Form, describe_expo
 from partita.experiment.model_card import write_card
 from partita.experiment.recorded_model import RecordedModel
 from partita.models.adapter import FunctionalModel, without_logs
+from partita.models.loading import tokenizer_of
 from partita.models.peft_adapters import AdaptedModel
-from partita.models.pretrained import tokenizer_of
 from partita.models.prompts.export import has_prompts, save_prompts
 from partita.storage.safe_text import path_component
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from partita import data
 from partita.core import tensors
@@ -200,7 +199,7 @@ class Predictor:
             self.encoders[words] = text_encoder(self.source.tokenizer, int(limit or 256), words=words)
         return self.encoders[words]
 
-    def _logits(self, inputs: Tensors) -> Tensor:
+    def _logits(self, inputs: Tensors) -> torch.Tensor:
         device = next(iter(self.params.values())).device
         return self.model(self.params, tensors.to(inputs, device)).logits.double().cpu()
 
@@ -243,7 +242,7 @@ class Predictor:
         for rows in torch.arange(len(table)).split(self.options.batch_size):
             yield table.take(rows).inputs
 
-    def _named(self, logits: Tensor) -> Answers:
+    def _named(self, logits: torch.Tensor) -> Answers:
         """Return labels with probabilities, or numbers, from logits (example, output)."""
         names, kind = self.source.classes, self.source.kind
         if kind.outputs == "numbers":
@@ -276,7 +275,9 @@ class Predictor:
             return self._masks(rows, first, logits.argmax(1), shapes)
         return self._named(logits)
 
-    def _masks(self, rows: Sequence[Row], first: int, classes: Tensor, shapes: Sequence[tuple[int, int]]) -> Answers:
+    def _masks(
+        self, rows: Sequence[Row], first: int, classes: torch.Tensor, shapes: Sequence[tuple[int, int]]
+    ) -> Answers:
         folder, names = self.options.masks, self.source.classes
         assert folder is not None
         folder.mkdir(parents=True, exist_ok=True)
@@ -354,7 +355,7 @@ class Predictor:
         logits = iter([row for inputs in self._batches(table) for row in self._logits(inputs).softmax(-1)])
         found = []
         for (_, starts), own in zip(encoded, windows, strict=True):
-            of_token: dict[int, Tensor] = {}
+            of_token: dict[int, torch.Tensor] = {}
             for window in own:
                 shares = next(logits)
                 of_token |= {place: shares[at] for at, place in enumerate(window.places) if place in window.own}

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from partita.core import tensors
 from partita.core.data import IGNORE_INDEX, Batch
@@ -136,7 +134,7 @@ def _truth(task: Task, batch: Batch, place: int) -> str:
     return _labels(task, target > 0)
 
 
-def _said(task: Task, batch: Batch, place: int, logits: Tensor) -> str:
+def _said(task: Task, batch: Batch, place: int, logits: torch.Tensor) -> str:
     """Return a prediction as a text: a class with its probability, or what `_truth` says for other targets."""
     if not bool(logits.isfinite().all()):
         return "not a number"
@@ -150,12 +148,12 @@ def _said(task: Task, batch: Batch, place: int, logits: Tensor) -> str:
     return _labels(task, logits > 0)
 
 
-def _labels(task: Task, chosen: Tensor) -> str:
+def _labels(task: Task, chosen: torch.Tensor) -> str:
     names = [name for name, on in zip(task.classes, chosen.tolist(), strict=True) if on]
     return ", ".join(names) or NOTHING
 
 
-def _numbers(task: Task, values: Tensor) -> str:
+def _numbers(task: Task, values: torch.Tensor) -> str:
     texts = [f"{value:.4g}" for value in values.flatten().tolist()]
     return texts[0] if len(texts) == 1 else ", ".join(map("{} {}".format, task.classes, texts))
 
@@ -169,11 +167,11 @@ def _text(task: Task, batch: Batch, place: int) -> str:
     return " | ".join(text for part in parts if (text := _decoded(task, part)))
 
 
-def _decoded(task: Task, ids: Tensor) -> str:
+def _decoded(task: Task, ids: torch.Tensor) -> str:
     return str(task.tokenizer.decode(ids.tolist(), skip_special_tokens=True)).strip()
 
 
-def _entities(task: Task, batch: Batch, place: int, tags: Tensor) -> str:
+def _entities(task: Task, batch: Batch, place: int, tags: torch.Tensor) -> str:
     """Return the entities of an example as "type: words", in order.
 
     Args:
@@ -195,7 +193,7 @@ def _entities(task: Task, batch: Batch, place: int, tags: Tensor) -> str:
     return "; ".join(found) or NOTHING
 
 
-def thumbnail(pixels: Tensor, normalization: Normalization | None) -> str:
+def thumbnail(pixels: torch.Tensor, normalization: Normalization | None) -> str:
     """Return an image as the address of a small PNG image.
 
     Args:
@@ -213,7 +211,13 @@ def thumbnail(pixels: Tensor, normalization: Normalization | None) -> str:
     while True:
         scale = min(1.0, longest / max(pixels.shape[1:]))
         height, width = (max(1, math.floor(side * scale)) for side in pixels.shape[1:])
-        small = functional.adaptive_avg_pool2d(pixels, (height, width)).clamp(0, 1).mul(255).round().to(torch.uint8)
+        small = (
+            torch.nn.functional.adaptive_avg_pool2d(pixels, (height, width))
+            .clamp(0, 1)
+            .mul(255)
+            .round()
+            .to(torch.uint8)
+        )
         image = encode_png(small.permute(1, 2, 0).contiguous().numpy().tobytes(), width, height, len(small))
         if len(image) <= MAX_IMAGE:
             return data_uri(image)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from partita.core.data import Examples
 from partita.core.options import OptionError, closest_match
@@ -18,7 +17,7 @@ MAX_GROUPS = 50
 SMALL = 30  # default of evaluate.subgroup_min
 MISSING = "(missing)"  # the group of the rows without a value
 
-Groups = Mapping[str, Tensor]  # the test rows of each group, by the value of the column
+Groups = Mapping[str, torch.Tensor]  # the test rows of each group, by the value of the column
 
 
 def find_groups(task: Task, column: str | None) -> Groups:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from inspect import signature
 
 import torch
-from torch import Tensor
 
 from partita.core.rng import Key
 from partita.lab.simulate import (
@@ -58,13 +57,13 @@ def run(levels: Sequence[float], seeds: int, steps: int) -> Batch:
     return Batch(federation, setting, warm_up(federation, setting, features), features)
 
 
-def profiles(batch: Batch) -> Tensor:
+def profiles(batch: Batch) -> torch.Tensor:
     """Return the profile objective before the first round and after each, (round + 1, run)."""
     kernels = (batch.trace.kernel_at(round) for round in range(batch.setting.rounds + 1))
     return torch.stack([profile(moments(batch.federation.data, kernel, batch.features), RIDGE) for kernel in kernels])
 
 
-def least_profile(batch: Batch) -> Tensor:
+def least_profile(batch: Batch) -> torch.Tensor:
     """Return the smallest profile objective found by Adam, from the run's best kernel and from a random one, (run,)."""
     objective = profiles(batch)
     start = objective.argmin(0)  # (run,)
@@ -79,11 +78,11 @@ def least_profile(batch: Batch) -> Tensor:
     return best
 
 
-def _normal(key: Key, shape: torch.Size) -> Tensor:
+def _normal(key: Key, shape: torch.Size) -> torch.Tensor:
     return torch.randn(shape, generator=key.generator(), dtype=torch.float64) / math.sqrt(shape[-2])
 
 
-def _descend(data: Data, kernel: Kernel, features: Features) -> Tensor:
+def _descend(data: Data, kernel: Kernel, features: Features) -> torch.Tensor:
     """Return the smallest value along the way, (run,). Adam is element-wise, so runs do not affect each other."""
     live = [side.clone().requires_grad_() for side in kernel]
     optimizer = torch.optim.Adam(live, lr=0.05)
@@ -99,12 +98,12 @@ def _descend(data: Data, kernel: Kernel, features: Features) -> Tensor:
     return best
 
 
-def by_level(values: Tensor, levels: Sequence[float]) -> Tensor:
+def by_level(values: torch.Tensor, levels: Sequence[float]) -> torch.Tensor:
     """Return `values` (..., run) reshaped to (..., level, seed)."""
     return values.unflatten(-1, (len(levels), -1))
 
 
-def profile_descent(levels: Sequence[float], seeds: int, steps: int = 5) -> Tensor:
+def profile_descent(levels: Sequence[float], seeds: int, steps: int = 5) -> torch.Tensor:
     """Return the profile objective minus the smallest value found, (round + 1, level, seed).
 
     The arguments are those of `run`: levels, number of seeds, and local steps per round.
@@ -117,13 +116,13 @@ def profile_descent(levels: Sequence[float], seeds: int, steps: int = 5) -> Tens
 class Choices:
     """Final losses of four choices of the warm-up, each (..., seed)."""
 
-    never: Tensor  # never freeze
-    fixed: Tensor  # freeze after a fixed fraction of the rounds
-    auto: Tensor  # freeze when the automatic rule does
-    best: Tensor  # the best warm-up in hindsight
+    never: torch.Tensor  # never freeze
+    fixed: torch.Tensor  # freeze after a fixed fraction of the rounds
+    auto: torch.Tensor  # freeze when the automatic rule does
+    best: torch.Tensor  # the best warm-up in hindsight
 
 
-def choices(batch: Batch) -> tuple[Choices, Tensor, Tensor]:
+def choices(batch: Batch) -> tuple[Choices, torch.Tensor, torch.Tensor]:
     """Compare choices of the warm-up.
 
     Returns:
@@ -141,7 +140,7 @@ def choices(batch: Batch) -> tuple[Choices, Tensor, Tensor]:
     )
 
 
-def bias_and_drift(batch: Batch) -> tuple[Tensor, Tensor]:
+def bias_and_drift(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return bias and drift, both (round + 1, run).
 
     Bias is the profile objective F minus its smallest value. Drift is the excess loss of FedAvg's fixed point under

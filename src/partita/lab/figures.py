@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from partita.lab import experiments as lab
 from partita.report.plot_style import COLORS, INK, MUTED, new_figure, style_axes, svg
@@ -119,7 +118,7 @@ def _local_steps(axes: Axes, seeds: int, done: Callable[[], None]) -> None:
 DASHES = {"never": "solid", "fixed": "solid", "auto": (0, (4, 2)), "best": (0, (1, 1.5))}
 
 
-def _warmups(axes: Axes, losses: Tensor, auto: Tensor) -> None:
+def _warmups(axes: Axes, losses: torch.Tensor, auto: torch.Tensor) -> None:
     relative = lab.by_level(losses / losses[-1], lab.LEVELS)  # (warm-up, level, seed)
     chosen = lab.by_level(auto, lab.LEVELS)
     for place, level in enumerate(lab.LEVELS):
@@ -149,7 +148,7 @@ def _levels(axes: Axes, final: lab.Choices) -> None:
     _legend(axes)
 
 
-def _parts(axes: Axes, bias: Tensor, excess: Tensor) -> None:
+def _parts(axes: Axes, bias: torch.Tensor, excess: torch.Tensor) -> None:
     for place, level in enumerate(lab.LEVELS):
         if level == 0:  # no drift if clients differ only by sampling
             continue
@@ -163,7 +162,7 @@ def _parts(axes: Axes, bias: Tensor, excess: Tensor) -> None:
 
 
 def _line(
-    axes: Axes, across: Sequence[float], values: Tensor, color: str, label: str | None, dash: Any = "solid"
+    axes: Axes, across: Sequence[float], values: torch.Tensor, color: str, label: str | None, dash: Any = "solid"
 ) -> None:
     """Draw a median with its quartile band. `values` has shape (x, seed)."""
     low, middle, high = values.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype), dim=-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
 
 from partita.core.client_rule import ClientRule, Context
 from partita.core.data import Batch, ClientData
@@ -39,7 +39,7 @@ class LinearAttention(Model):
         mixed = attend(inputs["h"], kernel, self.features)  # (example, token, width)
         return Output(mixed @ params["value.weight"], mixed.mean(-2))
 
-    def losses(self, out: Output, targets: Tensor) -> Tensor:
+    def losses(self, out: Output, targets: torch.Tensor) -> torch.Tensor:
         return (out.logits - targets).square().sum((-1, -2)) / 2
 
 
@@ -49,7 +49,7 @@ class Ridge(ClientRule):
 
     strength: float
 
-    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor:
+    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> torch.Tensor:
         return self.strength * params["value.weight"].square().sum() / 2
 
 
@@ -62,13 +62,13 @@ def ridge(strength: float) -> Method:
 class Part:
     """Examples of one client."""
 
-    inputs: Tensor  # (example, token, width)
-    targets: Tensor  # (example, token, output)
+    inputs: torch.Tensor  # (example, token, width)
+    targets: torch.Tensor  # (example, token, output)
 
     def __len__(self) -> int:
         return len(self.targets)
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         return Batch({"h": self.inputs[indices]}, self.targets[indices])
 
 

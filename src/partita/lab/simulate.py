@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from partita.lab.synthetic import Federation
 from partita.lab.theory import Data, Features, Kernel, Moments, loss, moments, round_map
@@ -23,13 +22,13 @@ DIVERGED = 1e6
 class Setting:
     """Hyperparameters of a simulation."""
 
-    lr: float | Tensor  # one for all runs, or (run,)
+    lr: float | torch.Tensor  # one for all runs, or (run,)
     steps: int  # a client's gradient steps per round
     rounds: int  # number of rounds
     ridge: float = 0.01  # ridge penalty of the loss
 
 
-def step_size(federation: Federation, rate: float, features: Features) -> Tensor:
+def step_size(federation: Federation, rate: float, features: Features) -> torch.Tensor:
     """Return `rate` divided by the largest initial curvature of any client, (run,), to make settings comparable."""
     gram = moments(federation.data, federation.kernel, features).gram
     curvature = torch.linalg.eigvalsh(gram)  # (run, client, width)
@@ -41,8 +40,8 @@ class Trace:
     """Weights of a run that never freezes, before the first round and after each, (round + 1, run, ...)."""
 
     kernel: Kernel
-    value: Tensor  # value weights, (round + 1, run, width, output)
-    spread: Tensor  # (round, run): weighted mean squared distance of clients' kernel updates from their mean
+    value: torch.Tensor  # value weights, (round + 1, run, width, output)
+    spread: torch.Tensor  # (round, run): weighted mean squared distance of clients' kernel updates from their mean
 
     def kernel_at(self, round: int) -> Kernel:
         """Return the kernel after `round` rounds."""
@@ -70,14 +69,16 @@ def warm_up(federation: Federation, setting: Setting, features: Features) -> Tra
     return Trace(kernel, torch.stack(values), torch.stack(spreads))
 
 
-def _local(columns: Columns, before: Sequence[Tensor], setting: Setting, features: Features) -> Sequence[Tensor]:
+def _local(
+    columns: Columns, before: Sequence[torch.Tensor], setting: Setting, features: Features
+) -> Sequence[torch.Tensor]:
     """Return each client's query, key and value weights after its local steps, (run, client, ...)."""
     sizes = [weights.shape[-1] for weights in before]
     clients = columns.share.shape[-2]
     # Concatenate the weights, so that one product with the inputs serves all three.
     joined = torch.cat(list(before), -1)  # (run, width, 2 rank + output)
     current = joined.unsqueeze(-3).repeat_interleave(clients, -3)  # (run, client, width, 2 rank + output)
-    lr = setting.lr[..., None, None, None] if isinstance(setting.lr, Tensor) else setting.lr
+    lr = setting.lr[..., None, None, None] if isinstance(setting.lr, torch.Tensor) else setting.lr
     for _ in range(setting.steps):
         leaf = current.detach().requires_grad_()
         residual = columns.targets - columns.attention_output(leaf, sizes, features)
@@ -100,7 +101,7 @@ class Columns:
         self.inputs = data.inputs.movedim(-3, -1).transpose(-3, -2).flatten(-2, -1).contiguous()  # (.., width, column)
         self.targets = data.targets.movedim(-3, -1).transpose(-3, -2).contiguous()  # (..., output, token, example)
 
-    def attention_output(self, weights: Tensor, sizes: Sequence[int], features: Features) -> Tensor:
+    def attention_output(self, weights: torch.Tensor, sizes: Sequence[int], features: Features) -> torch.Tensor:
         """Return Z W, computed as φ(H Q) (φ(H K)ᵀ H W), (..., output, token, example).
 
         Args:
@@ -115,7 +116,7 @@ class Columns:
         return (query.unsqueeze(-3) * stored.unsqueeze(-2)).sum(-4)
 
 
-def frozen_stage(means: Moments, value: Tensor, setting: Setting, rounds: int) -> Tensor:
+def frozen_stage(means: Moments, value: torch.Tensor, setting: Setting, rounds: int) -> torch.Tensor:
     """Return the value weights after a number of rounds with a fixed kernel, (..., width, output).
 
     Args:
@@ -130,7 +131,7 @@ def frozen_stage(means: Moments, value: Tensor, setting: Setting, rounds: int) -
     return value
 
 
-def losses_by_warmup(federation: Federation, trace: Trace, setting: Setting, features: Features) -> Tensor:
+def losses_by_warmup(federation: Federation, trace: Trace, setting: Setting, features: Features) -> torch.Tensor:
     """Return the final loss for each warm-up from 0 to all rounds, (warm-up, run), from a run that never freezes."""
     final = []
     for warmup in range(setting.rounds + 1):
@@ -140,7 +141,7 @@ def losses_by_warmup(federation: Federation, trace: Trace, setting: Setting, fea
     return torch.stack(final)
 
 
-def sharpness(federation: Federation, trace: Trace, setting: Setting, features: Features) -> Tensor:
+def sharpness(federation: Federation, trace: Trace, setting: Setting, features: Features) -> torch.Tensor:
     """Return the largest learning rate times curvature over all clients and all kernels of the run, (run,).
 
     Below 2, every frozen stage converges, whenever it starts.
@@ -154,13 +155,13 @@ def sharpness(federation: Federation, trace: Trace, setting: Setting, features: 
     return torch.stack(top).amax(0) * setting.lr
 
 
-def threshold_by_clients(weight: Tensor) -> Tensor:
+def threshold_by_clients(weight: torch.Tensor) -> torch.Tensor:
     """Return the default threshold of `fedfrozen(warmup="auto")`, (run,), for the clients' weights (run, client)."""
     effective = 1 / weight.square().sum(-1)
     return torch.tensor([default_threshold(float(clients)) for clients in effective], dtype=weight.dtype)
 
 
-def automatic_warmup(trace: Trace, threshold: float | Tensor, patience: int) -> Tensor:
+def automatic_warmup(trace: Trace, threshold: float | torch.Tensor, patience: int) -> torch.Tensor:
     """Return the warm-up that `fedfrozen(warmup="auto")` would choose, (run,), from a run that never freezes.
 
     Args:

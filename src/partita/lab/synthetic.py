@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from partita.core.rng import Key
@@ -43,7 +42,7 @@ class Federation:
 
     data: Data
     kernel: Kernel
-    value: Tensor  # (..., width, output)
+    value: torch.Tensor  # (..., width, output)
 
 
 def draw(
@@ -73,7 +72,7 @@ def draw(
             "least 1 client and 1 example"
         )
 
-    def normal(name: str, *shape: int) -> Tensor:
+    def normal(name: str, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=(key / name).generator(), dtype=torch.float64)
 
     clients, examples, width = size.clients, size.examples, size.width
@@ -105,12 +104,14 @@ def draw(
     return Federation(data, start, torch.zeros(width, size.outputs, dtype=torch.float64))
 
 
-def _sizes(logarithms: Tensor, middle: int) -> Tensor:
+def _sizes(logarithms: torch.Tensor, middle: int) -> torch.Tensor:
     """Limit sizes to between half and twice the median, because all clients are padded to the largest."""
     return (middle * torch.exp(logarithms).clamp(0.5, 2.0)).round().clamp(min=1)
 
 
-def _matrix(normal: Callable[..., Tensor], name: str, rows: int, columns: int, clients: int, own: float) -> Tensor:
+def _matrix(
+    normal: Callable[..., torch.Tensor], name: str, rows: int, columns: int, clients: int, own: float
+) -> torch.Tensor:
     """Return a common matrix plus each client's own difference, (client, rows, columns)."""
     common, private = normal(name, rows, columns), normal(f"{name}.client", clients, rows, columns)
     return (common + own * private) / math.sqrt(rows)
@@ -120,7 +121,7 @@ def stack(federations: Sequence[Federation]) -> Federation:
     """Stack federations to (run, ...). Clients with fewer examples are padded with examples of share zero."""
     most = max(federation.data.share.shape[-1] for federation in federations)
 
-    def pad(value: Tensor, axis: int) -> Tensor:
+    def pad(value: torch.Tensor, axis: int) -> torch.Tensor:
         missing = most - value.shape[axis]
         filler = value.new_zeros([missing if place == axis else length for place, length in enumerate(value.shape)])
         return torch.cat([value, filler], axis)

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from partita.core.rng import Key
 
-Features = Callable[[Tensor], Tensor]  # the map φ over the last dimension
+Features = Callable[[torch.Tensor], torch.Tensor]  # the map φ over the last dimension
 
 
 class LabError(ValueError):
@@ -29,8 +28,8 @@ class LabError(ValueError):
 class Kernel(NamedTuple):
     """Query and key weights, which define the attention kernel."""
 
-    query: Tensor  # (..., width, rank)
-    key: Tensor  # (..., width, rank)
+    query: torch.Tensor  # (..., width, rank)
+    key: torch.Tensor  # (..., width, rank)
 
     def spread(self) -> Kernel:
         """Add a client dimension that broadcasts, (..., 1, width, rank)."""
@@ -41,22 +40,22 @@ class Kernel(NamedTuple):
 class Data:
     """The clients of one federation or of a batch. Padding examples have a share of zero."""
 
-    inputs: Tensor  # (..., client, example, token, width)
-    targets: Tensor  # (..., client, example, token, output)
-    share: Tensor  # (..., client, example), sums to one over a client's examples
-    weight: Tensor  # (..., client), sums to one
+    inputs: torch.Tensor  # (..., client, example, token, width)
+    targets: torch.Tensor  # (..., client, example, token, output)
+    share: torch.Tensor  # (..., client, example), sums to one over a client's examples
+    weight: torch.Tensor  # (..., client), sums to one
 
 
 @dataclass(frozen=True)
 class Moments:
     """Sufficient statistics of the data for the value weights, given a fixed kernel."""
 
-    gram: Tensor  # (..., client, width, width), E ZᵀZ
-    cross: Tensor  # (..., client, width, output), E ZᵀY
-    power: Tensor  # (..., client), E|Y|²
-    weight: Tensor  # (..., client)
+    gram: torch.Tensor  # (..., client, width, width), E ZᵀZ
+    cross: torch.Tensor  # (..., client, width, output), E ZᵀY
+    power: torch.Tensor  # (..., client), E|Y|²
+    weight: torch.Tensor  # (..., client)
 
-    def pooled(self) -> tuple[Tensor, Tensor, Tensor]:
+    def pooled(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return G, b and E|Y|² over all clients."""
         weight = self.weight
         return (
@@ -94,7 +93,7 @@ FEATURES: dict[str, Features] = {
 }
 
 
-def attend(inputs: Tensor, kernel: Kernel, features: Features) -> Tensor:
+def attend(inputs: torch.Tensor, kernel: Kernel, features: Features) -> torch.Tensor:
     """Return Z, (..., example, token, width). The kernel has the leading dimensions of the inputs before `example`."""
     flat = inputs.flatten(-3, -2)  # one matrix product for all examples of a client
     queries, keys = (
@@ -116,19 +115,19 @@ def moments(data: Data, kernel: Kernel, features: Features) -> Moments:
     )
 
 
-def loss(means: Moments, value: Tensor, ridge: float) -> Tensor:
+def loss(means: Moments, value: torch.Tensor, ridge: float) -> torch.Tensor:
     """Return the loss L, (...), of value weights (..., width, output), from moments `means` and the penalty `ridge`."""
     gram, cross, power = means.pooled()
     return power / 2 - (cross * value).sum((-1, -2)) + (value * (ridged(gram, ridge) @ value)).sum((-1, -2)) / 2
 
 
-def best_value(means: Moments, ridge: float) -> Tensor:
+def best_value(means: Moments, ridge: float) -> torch.Tensor:
     """Return W*, the optimal value weights (..., width, output), from the moments `means` and the penalty `ridge`."""
     gram, cross, _ = means.pooled()
     return torch.linalg.solve(ridged(gram, ridge), cross)
 
 
-def profile(means: Moments, ridge: float) -> Tensor:
+def profile(means: Moments, ridge: float) -> torch.Tensor:
     """Return F, the loss (...) with optimal value weights, from the moments `means` and the penalty `ridge`."""
     _, cross, power = means.pooled()
     return power / 2 - (cross * best_value(means, ridge)).sum((-1, -2)) / 2
@@ -142,7 +141,7 @@ def profile_gradient(data: Data, kernel: Kernel, ridge: float, features: Feature
     return Kernel(*torch.autograd.grad(loss(means, held, ridge).sum(), live))
 
 
-def round_map(means: Moments, ridge: float, lr: float | Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def round_map(means: Moments, ridge: float, lr: float | torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (M, c) of a frozen round W -> M W + c: FedAvg with `steps` gradient steps on each client.
 
     A client ends at (I - B_i C_i) W + B_i b_i, with C_i = G_i + ridge I and B_i = lr Σ (I - lr C_i)ᵏ over k < steps.
@@ -157,7 +156,7 @@ def round_map(means: Moments, ridge: float, lr: float | Tensor, steps: int) -> t
         M, (..., width, width), and c, (..., width, output).
     """
     curvature = ridged(means.gram, ridge)  # (..., client, width, width)
-    if isinstance(lr, Tensor):
+    if isinstance(lr, torch.Tensor):
         lr = lr[..., None, None, None]
     eye = torch.eye(curvature.shape[-1], dtype=curvature.dtype)
     gain = torch.zeros_like(curvature)
@@ -167,7 +166,7 @@ def round_map(means: Moments, ridge: float, lr: float | Tensor, steps: int) -> t
     return eye - (weight * (gain @ curvature)).sum(-3), (weight * (gain @ means.cross)).sum(-3)
 
 
-def fixed_point(means: Moments, ridge: float, lr: float | Tensor, steps: int) -> Tensor:
+def fixed_point(means: Moments, ridge: float, lr: float | torch.Tensor, steps: int) -> torch.Tensor:
     """Return the limit W = M W + c of frozen rounds, a mean of the clients' optima that favors the steepest client.
 
     The arguments `ridge`, `lr` and `steps` are those of `round_map`. The limit has the shape (..., width, output).
@@ -176,7 +175,7 @@ def fixed_point(means: Moments, ridge: float, lr: float | Tensor, steps: int) ->
     return torch.linalg.solve(torch.eye(matrix.shape[-1], dtype=matrix.dtype) - matrix, constant)
 
 
-def drift(means: Moments, ridge: float, lr: float | Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def drift(means: Moments, ridge: float, lr: float | torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (distance to W*, excess loss) of the fixed point, each (...).
 
     The arguments `means`, `ridge`, `lr` and `steps` are those of `round_map`.
@@ -186,6 +185,6 @@ def drift(means: Moments, ridge: float, lr: float | Tensor, steps: int) -> tuple
     return torch.linalg.matrix_norm(gap), (gap * (ridged(gram, ridge) @ gap)).sum((-1, -2)) / 2
 
 
-def ridged(gram: Tensor, ridge: float) -> Tensor:
+def ridged(gram: torch.Tensor, ridge: float) -> torch.Tensor:
     """Return G + ridge I for a `gram` matrix G, (..., width, width)."""
     return gram + ridge * torch.eye(gram.shape[-1], dtype=gram.dtype)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from partita.core.averaging import average
 from partita.core.model import Model
@@ -122,7 +121,7 @@ class _MeanSquare:
         return {name: self.sums[name] / weight for name, weight in sorted(self.weights.items()) if weight > 0}
 
 
-def squared_norm(tensors: Mapping[str, Tensor], name: str) -> float:
+def squared_norm(tensors: Mapping[str, torch.Tensor], name: str) -> float:
     """Return the squared L2 norm of the tensor `name`, summed in float64."""
     return float(tensors[name].pow(2).sum(dtype=torch.float64))
 

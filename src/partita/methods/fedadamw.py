@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from partita.core.averaging import average
 from partita.core.client_rule import ClientRule, Context
@@ -118,12 +117,12 @@ class FedAdamWServer(ServerRule):
         return replace(super().apply(server, aggregate), state=state)
 
 
-def block_means(value: Tensor) -> Tensor:
+def block_means(value: torch.Tensor) -> torch.Tensor:
     """Return the mean of each row of a matrix, of shape (row,), or the mean of a vector, a scalar."""
     return value.flatten(1).mean(1) if value.ndim > 1 else value.mean()
 
 
-def spread(means: Tensor, like: Tensor) -> Tensor:
+def spread(means: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a view of the shape of `like` with the mean of its block in each place."""
     return means.view(-1, *[1] * (like.ndim - 1)).expand(like.shape) if like.ndim > 1 else means.expand(like.shape)
 
@@ -143,7 +142,7 @@ def fedadamw(alpha: NotNegative = 0.5, share_moments: bool = True) -> Method:
     )
 
 
-def _with_second(update: Update, change: Callable[[Tensor, str], Tensor]) -> Update:
+def _with_second(update: Update, change: Callable[[torch.Tensor, str], torch.Tensor]) -> Update:
     if SECOND not in update.slots:
         return update
     changed = {name: change(value, name) for name, value in update.slots[SECOND].items()}

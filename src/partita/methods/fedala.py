@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from statistics import pstdev
 
 import torch
-from torch import Tensor
 
 from partita.core.client_rule import ClientRule, Context, GradientAt
 from partita.core.data import Batch, Examples
@@ -113,7 +112,7 @@ def _gradient(params: Tensors, names: Sequence[str], batch: Batch, ctx: Context)
     live = {name: params[name].detach().requires_grad_() for name in names}
     with torch.enable_grad():
         loss = ctx.model.losses(ctx.model({**params, **live}, batch.inputs), batch.targets).mean()
-    grads: Sequence[Tensor] = torch.autograd.grad(loss, list(live.values()), materialize_grads=True)
+    grads: Sequence[torch.Tensor] = torch.autograd.grad(loss, list(live.values()), materialize_grads=True)
     return float(loss.detach()), dict(zip(names, grads, strict=True))
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from partita.core.client_rule import ClientRule, Context
 from partita.core.data import Batch
@@ -37,7 +36,7 @@ class FedDynClient(ClientRule):
     def memory(self, anchor: Tensors) -> Slots:
         return {"tilt": zeros_like(anchor)}
 
-    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
+    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> torch.Tensor | None:
         shared = sorted(ctx.plan.up)
         inner = [(ctx.memory["tilt"][name] * params[name]).sum() for name in shared]
         return -torch.stack(inner).sum() if inner else None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from partita.core.method import Method
 from partita.core.method_error import MethodError
@@ -16,7 +16,8 @@ from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Slots, zeros_like
 from partita.core.update import Aggregate
 
-Square = Callable[[Tensor, Tensor], Tensor]  # (second moment, squared delta) -> second moment
+# (second moment, squared delta) -> second moment
+Square: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-from torch.nn import functional
+import torch
 
 from partita.core.client_rule import ClientRule, Context
 from partita.core.data import Batch
@@ -33,13 +32,13 @@ class TextContrast(ClientRule):
     temperature: float
     per_example = True
 
-    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
+    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> torch.Tensor | None:
         texts = getattr(out, "texts", None)
         if texts is None:
             raise MethodError(f"fedpgp compares texts, and {ctx.model.name} gives none; use a model 'clip'")
         own, shared, written = texts()  # (class, feature)
-        near, far = (functional.cosine_similarity(shared, other) for other in (written, own))  # (class,)
-        return self.mu * functional.softplus((far - near) / self.temperature).mean()
+        near, far = (torch.nn.functional.cosine_similarity(shared, other) for other in (written, own))  # (class,)
+        return self.mu * torch.nn.functional.softplus((far - near) / self.temperature).mean()
 
 
 def fedpgp(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from partita.core.client_rule import ClientRule, Context
 from partita.core.data import Batch
@@ -29,7 +28,7 @@ class FedProxClient(ClientRule):
     def proximal(self) -> bool:
         return self.mu > 0
 
-    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
+    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> torch.Tensor | None:
         held = sorted(ctx.plan.train & ctx.plan.down)
         squares = [((params[name] - ctx.anchor[name]) ** 2).sum() for name in held]
         return 0.5 * self.mu * torch.stack(squares).sum() if squares else None

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from partita.core.memory import require
 from partita.core.method import Method
@@ -95,16 +93,16 @@ class HypernetworkServer(ServerRule):
         state = {slot: add(part, scale(aggregate.slots[slot], self.lr)) for slot, part in state.items()}
         return replace(super().apply(server, aggregate), state=state)
 
-    def _embedding(self, server: Server, client: str) -> Tensor:
+    def _embedding(self, server: Server, client: str) -> torch.Tensor:
         if client in (known := server.state.get("embedding", {})):
             return known[client]
         drawn = torch.randn(self.embedding, generator=(Key(self.seed) / "fedtp" / "client" / client).generator())
         return drawn.to(server.state["trunk"]["in.bias"])
 
 
-def _features(trunk: Tensors, embedding: Tensor) -> Tensor:
-    inner = functional.relu(functional.linear(embedding, trunk["in.weight"], trunk["in.bias"]))
-    return functional.linear(inner, trunk["out.weight"], trunk["out.bias"])
+def _features(trunk: Tensors, embedding: torch.Tensor) -> torch.Tensor:
+    inner = torch.nn.functional.relu(torch.nn.functional.linear(embedding, trunk["in.weight"], trunk["in.bias"]))
+    return torch.nn.functional.linear(inner, trunk["out.weight"], trunk["out.bias"])
 
 
 def fedtp(lr: NotNegative = 0.05, embedding: Count = 8, hidden: Whole = 32, seed: Seed = 0) -> Method:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from partita.core.averaging import average
 from partita.core.method import Method
@@ -75,7 +74,7 @@ class FloraServer(ServerRule):
         return trained | {layer + W for layer in layers(trained)}
 
     def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
-        def multiplied(delta: Mapping[str, Tensor]) -> Tensors:
+        def multiplied(delta: Mapping[str, torch.Tensor]) -> Tensors:
             after, rest = add(server.params, delta), {name: delta[name] for name in delta if not name.endswith((A, B))}
             factors = {layer: (after[layer + B], after[layer + A]) for layer in layers(delta)}
             return rest | {layer + W: self.alpha / len(down) * (up @ down) for layer, (up, down) in factors.items()}

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from partita.core.client_rule import ClientRule, Context, PrivacyRelease
 from partita.core.data import Examples
@@ -116,7 +115,7 @@ class AgreedLayers(ServerRule):
         return server
 
 
-def elect(layers: Sequence[str], counted: Tensor, count: int) -> list[str]:
+def elect(layers: Sequence[str], counted: torch.Tensor, count: int) -> list[str]:
     """Return the layers with most votes or the highest scores. Of equal ones, those nearer to the input come first.
 
     Args:

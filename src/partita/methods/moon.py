@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-from torch.nn import functional
+import torch
 
 from partita.core.client_rule import ClientRule, Context
 from partita.core.data import Batch
@@ -36,18 +35,18 @@ class MoonClient(ClientRule):
     def memory(self, anchor: Tensors) -> Slots:
         return {"last": anchor}
 
-    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
+    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> torch.Tensor | None:
         own, others = _features(ctx, out), (ctx.anchor, {**ctx.anchor, **ctx.memory["last"]})
         sent, last = (_features(ctx, ctx.model(other, batch.inputs)) for other in others)  # (example, width)
-        near, far = (functional.cosine_similarity(own, other) for other in (sent, last))  # (example,)
-        losses = functional.softplus((far - near) / self.temperature)
+        near, far = (torch.nn.functional.cosine_similarity(own, other) for other in (sent, last))  # (example,)
+        losses = torch.nn.functional.softplus((far - near) / self.temperature)
         return self.mu * (losses.mean() if batch.mask is None else (losses * batch.mask).sum() / batch.mask.sum())
 
     def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
         return {}, {"last": select(params, ctx.plan.train)}
 
 
-def _features(ctx: Context, out: Output) -> Tensor:
+def _features(ctx: Context, out: Output) -> torch.Tensor:
     if out.features is None:
         raise MethodError(f"moon compares features, and {ctx.model.name} gives none; use another model")
     return out.features

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import torch
-from torch import Tensor
 
 from partita.core.method import Method
 from partita.core.options import Count, Positive, Range
@@ -19,7 +18,8 @@ from partita.core.server_rule import Server, ServerRule
 from partita.core.tensors import Tensors, upcast
 from partita.core.update import Aggregate, Update
 
-Combine = Callable[[Tensor, Tensor], Tensor]  # (updates (client, element), weights (client,)) -> (element,)
+# (updates (client, element), weights (client,)) -> (element,)
+Combine: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
 Minority = Annotated[float, Range(low=0, below=0.5)]
 
 
@@ -43,7 +43,7 @@ class RobustServer(ServerRule):
             len(received),
         )
 
-    def _combined(self, parts: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> Tensors:
+    def _combined(self, parts: Sequence[Mapping[str, torch.Tensor]], weights: Sequence[float]) -> Tensors:
         result: Tensors = {}
         for senders, names in _groups(parts).items():
             values = [[parts[sender][name] for name in names] for sender in senders]
@@ -55,7 +55,7 @@ class RobustServer(ServerRule):
         return {name: result[name] for name in sorted(result)}
 
 
-def _groups(parts: Sequence[Mapping[str, Tensor]]) -> dict[tuple[int, ...], list[str]]:
+def _groups(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[tuple[int, ...], list[str]]:
     """Group the names by the clients that sent them."""
     senders: dict[str, list[int]] = {}
     for place, part in enumerate(parts):
@@ -67,18 +67,18 @@ def _groups(parts: Sequence[Mapping[str, Tensor]]) -> dict[tuple[int, ...], list
     return groups
 
 
-def coordinate_median(table: Tensor, weights: Tensor) -> Tensor:
+def coordinate_median(table: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the median of each element; of two middle values, their mean."""
     ordered = table.sort(0).values
     return torch.lerp(ordered[(len(table) - 1) // 2], ordered[len(table) // 2], 0.5)
 
 
-def mean_without_extremes(table: Tensor, cut: int) -> Tensor:
+def mean_without_extremes(table: torch.Tensor, cut: int) -> torch.Tensor:
     """Return the mean of each element without its `cut` smallest and `cut` largest values."""
     return table.sort(0).values[cut : len(table) - cut].mean(0)
 
 
-def krum_order(table: Tensor, attackers: int) -> Tensor:
+def krum_order(table: torch.Tensor, attackers: int) -> torch.Tensor:
     """Return the clients by Krum's score: the sum of squared distances to the nearest n - attackers - 2 others."""
     wide = table.double()
     distances = torch.cdist(wide, wide, compute_mode="donot_use_mm_for_euclid_dist").square()
@@ -86,7 +86,9 @@ def krum_order(table: Tensor, attackers: int) -> Tensor:
     return nearest.sum(1).argsort(stable=True)
 
 
-def weighted_geometric_median(table: Tensor, weights: Tensor, iterations: int, smoothing: float) -> Tensor:
+def weighted_geometric_median(
+    table: torch.Tensor, weights: torch.Tensor, iterations: int, smoothing: float
+) -> torch.Tensor:
     """Return the point with the smallest weighted sum of distances, by Weiszfeld's iteration from the median."""
     wide = table.double()
     point = coordinate_median(wide, weights)
@@ -108,7 +110,7 @@ def trimmed_mean(trim: Minority = 0.2) -> Method:
         trim: Fraction of the clients to leave out at each end, for every element.
     """
 
-    def combine(table: Tensor, weights: Tensor) -> Tensor:
+    def combine(table: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return mean_without_extremes(table, int(trim * len(table)))
 
     return Method("trimmed-mean", server_rule=RobustServer(combine))
@@ -122,7 +124,7 @@ def krum(attackers: Minority = 0.2, keep: Count = 1) -> Method:
         keep: Number of updates to average, those with the best scores.
     """
 
-    def combine(table: Tensor, weights: Tensor) -> Tensor:
+    def combine(table: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         best = krum_order(table, int(attackers * len(table)))[:keep]
         return table[best.sort().values].mean(0)
 
@@ -137,7 +139,7 @@ def geometric_median(iterations: Count = 10, smoothing: Positive = 1e-6) -> Meth
         smoothing: Smallest distance to divide by.
     """
 
-    def combine(table: Tensor, weights: Tensor) -> Tensor:
+    def combine(table: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return weighted_geometric_median(table, weights, iterations, smoothing)
 
     return Method("geometric-median", server_rule=RobustServer(combine))

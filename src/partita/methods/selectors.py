@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from partita.core import tensors
 from partita.core.client_rule import ClientRule, Context, LayerSelection, PrivacyRelease
@@ -270,7 +269,7 @@ def spread_evenly(items: Sequence[T], count: int) -> list[T]:
     return [items[round(place * last / max(1, count - 1))] for place in range(count)]
 
 
-def sample(examples: int, probe: Count, key: Key) -> Tensor:
+def sample(examples: int, probe: Count, key: Key) -> torch.Tensor:
     """Draw a probe: a number of examples, or a fraction of them, at least one.
 
     Args:
@@ -285,18 +284,18 @@ def sample(examples: int, probe: Count, key: Key) -> Tensor:
     return (key / "probe").permutation(examples)[:size]
 
 
-def clip_rows(rows: Tensor, norm: float) -> Tensor:
+def clip_rows(rows: torch.Tensor, norm: float) -> torch.Tensor:
     """Scale rows down to at most the given L2 norm, and return them in the same shape, (example, layer)."""
-    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    lengths: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     return rows * (norm / lengths.clamp(min=norm))
 
 
-def _batches(examples: Examples, places: Tensor, anchor: Tensors) -> Iterator[Batch]:
+def _batches(examples: Examples, places: torch.Tensor, anchor: Tensors) -> Iterator[Batch]:
     device = next(iter(anchor.values())).device
     for chunk in torch.split(places, PROBE_BATCH) if len(places) else ():
         batch = examples.take(chunk)
         yield Batch(tensors.to(batch.inputs, device), batch.targets.to(device))
 
 
-def _named(layers: Sequence[str], scores: Tensor) -> dict[str, float]:
+def _named(layers: Sequence[str], scores: torch.Tensor) -> dict[str, float]:
     return dict(zip(layers, scores.tolist(), strict=True))

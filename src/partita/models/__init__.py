@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from inspect import signature
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from partita.core.model import Model
 from partita.core.options import validate_options
@@ -19,6 +19,8 @@ INDEX = {
     "clip": "partita.models.prompts.clip:clip",
 }
 
+# What the head of a text encoder reads: as in transformers, the mean of all tokens, or that mean at a length of one.
+Pooling = Literal["model", "mean", "unit_mean"]
 CACHED_STATES = "hidden"  # input name of cached frozen-layer outputs, which replace the original input
 
 

@@ -7,12 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from partita.core import tensors
 from partita.core.data import EXAMPLE_SEEDS, Batch
@@ -21,7 +18,7 @@ from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
 from partita.core.torch_private import own_parameters
-from partita.models import ModelError, attention, split_qkv
+from partita.models import ModelError
 from partita.models.architectures import Pooling, architecture, forward_of, is_known, tags_of
 from partita.models.dropout import DropoutDraws, use_keyed_dropout
 from partita.models.layer_forward import layer_forwards, use_layer_forward
@@ -30,6 +27,9 @@ from partita.models.vmap_layers import use_vmap_layers
 from partita.tasks import IMAGE, TEXT, TaskKind
 from partita.tasks.chunked_loss import linear_cross_entropy
 from partita.tasks.losses import CLASS_LOSSES, class_losses, token_cross_entropy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MEAN_POOLING = "its head reads a mean of all tokens (model.pooling), but transformers' reads one token"
 BASE, ALL = "base", "all"  # words of `frozen`: everything but the head, and everything
@@ -103,14 +103,14 @@ class FunctionalModel(Model):
             )
         return self.draws is not None
 
-    def losses(self, out: Output, targets: Tensor) -> Tensor:
+    def losses(self, out: Output, targets: torch.Tensor) -> torch.Tensor:
         if isinstance(out, HeadOutput) and self.kind.loss is token_cross_entropy:
             return linear_cross_entropy(out, targets)
         return self.kind.loss(out.logits, targets)
 
     def class_losses(
-        self, out: Output, targets: Tensor, label_smoothing: float, class_weights: Sequence[float]
-    ) -> Tensor:
+        self, out: Output, targets: torch.Tensor, label_smoothing: float, class_weights: Sequence[float]
+    ) -> torch.Tensor:
         if self.kind.loss not in CLASS_LOSSES:
             return super().class_losses(out, targets, label_smoothing, class_weights)
         return class_losses(out.logits, targets, label_smoothing, class_weights)
@@ -154,7 +154,7 @@ class FunctionalModel(Model):
 
         return add_adapter(self, adapter_options({"kind": kind, **options}), key)
 
-    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
+    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, torch.Tensor]:
         from partita.models.attention_scores import attention_to
 
         return attention_to(self, params, batch, tokens)
@@ -164,12 +164,12 @@ class FunctionalModel(Model):
 
         return generate(self, params, inputs, max_new_tokens)
 
-    def decode(self, tokens: Tensor) -> list[str]:
+    def decode(self, tokens: torch.Tensor) -> list[str]:
         from partita.models.generation import decode
 
         return decode(self, tokens)
 
-    def attention_maps(self, params: Tensors, inputs: Tensors) -> tuple[Tensor, ...]:
+    def attention_maps(self, params: Tensors, inputs: Tensors) -> tuple[torch.Tensor, ...]:
         """Return the attention maps of all layers, (example, head, query, key), by the module's own code."""
         with self._installed(params):
             return tuple(self.module(**inputs, **self.fixed, output_attentions=True).attentions or ())
@@ -188,7 +188,11 @@ class FunctionalModel(Model):
         self.check_saves()
         with self._installed(params), without_logs():
             state = dequantized(self.module, self.module.state_dict(), self.dtype or torch.float32)
-            self.module.save_pretrained(folder, state_dict=split_qkv.join(self.module, state))
+            if of_transformers(self.module):
+                from partita.models import split_qkv
+
+                state = split_qkv.join(self.module, state)
+            self.module.save_pretrained(folder, state_dict=state)
         if self.dtype is not None:  # transformers records the first parameter's dtype, but there are two dtypes
             self.module.config.dtype = self.dtype
             self.module.config.save_pretrained(folder)
@@ -264,13 +268,18 @@ def from_module(
     forward = forward_of(model_type, kind.head, pooling)
     if pooling != "model" and getattr(module.base_model, "pooler", None) is not None:
         module.base_model.register_module("pooler", None)  # nothing reads it
-    split_qkv.split(module)
+    if of_transformers(module):
+        from partita.models import split_qkv
+
+        split_qkv.split(module)
     # Every random draw must come from a key, but torch's dropout draws from global state. So the module stays in eval
     # mode, and its dropout is replaced (decision 0018).
     module.train(False).requires_grad_(False)
     draws = use_keyed_dropout(module)
-    with without_logs():  # a module whose attention cannot be replaced keeps its own
-        module.set_attn_implementation(attention.NAME)
+    if of_transformers(module):
+        from partita.models.transformers_attention import use_attention
+
+        use_attention(module)
     _treat_padding_as_any_token(module)
     use_vmap_layers(module)
     use_layer_forward(module, draws, checkpointing)
@@ -315,21 +324,26 @@ def from_module(
     )
 
 
-def _treat_padding_as_any_token(module: nn.Module) -> None:
+def of_transformers(module: Any) -> bool:
+    """Whether a module is one of transformers, and not partita's own Vision Transformer."""
+    return hasattr(module, "set_attn_implementation")
+
+
+def _treat_padding_as_any_token(module: torch.nn.Module) -> None:
     """Unset `padding_idx`: vmap would zero the gradient of the padding embedding for a block's first client only.
 
     This changes no result, because masked tokens have no gradient.
     """
     for part in module.modules():
-        if isinstance(part, nn.Embedding):
+        if isinstance(part, torch.nn.Embedding):
             part.padding_idx = None
 
 
-def _first_names(module: nn.Module) -> dict[int, str]:
+def _first_names(module: torch.nn.Module) -> dict[int, str]:
     return {id(value): name for name, value in module.named_parameters()}
 
 
-def _parameter_slots(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[ParameterSlot, ...]]:
+def _parameter_slots(module: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[ParameterSlot, ...]]:
     """Return the slots of each parameter. Tied parameters have several."""
     first = _first_names(module)
     parameter_slots: dict[str, tuple[ParameterSlot, ...]] = dict.fromkeys(names, ())
@@ -407,6 +421,8 @@ def _wrong_names(model: str, given: Iterable[str], wanted: Iterable[str]) -> str
 @contextmanager
 def without_logs() -> Iterator[None]:
     """Silence the logs and progress bars of transformers. The loading report is checked in `load_module`."""
+    from transformers.utils import logging
+
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from partita.core.tensors import Tensors
 from partita.models import ModelError
@@ -27,7 +26,7 @@ def merge(module: Any, sites: Sequence[str]) -> None:
         plain = layer.get_base_layer()
         if not plain.weight.is_floating_point():
             raise ModelError(f"'{site}.weight' is quantized, so nothing can be added to it; use save_pretrained")
-        plain.weight = nn.Parameter(plain.weight.detach().clone(), requires_grad=False)
+        plain.weight = torch.nn.Parameter(plain.weight.detach().clone(), requires_grad=False)
         layer.merge()
         parent, _, name = site.rpartition(".")
         setattr(module.get_submodule(parent), name, plain)
@@ -45,7 +44,7 @@ def join(own: Tensors, sites: Sequence[str], options: AdapterOptions) -> Tensors
     }
 
 
-def fuse(module: nn.Module, sites: Sequence[str], own: Tensors) -> tuple[Tensors, dict[str, int]]:
+def fuse(module: torch.nn.Module, sites: Sequence[str], own: Tensors) -> tuple[Tensors, dict[str, int]]:
     """Turn the factors of the parts of a split query-key-value projection into factors of the fused one.
 
     The A of the parts come below each other. The B of a part has the rows of its outputs, and zeros elsewhere.
@@ -72,7 +71,7 @@ def fuse(module: nn.Module, sites: Sequence[str], own: Tensors) -> tuple[Tensors
     return fused, times
 
 
-def _in_rows(part: SplitQKV, factors: Tensors) -> Tensor:
+def _in_rows(part: SplitQKV, factors: Tensors) -> torch.Tensor:
     """Return the B of a fused projection, (out, number of parts x rank)."""
     columns = []
     for own, B in factors.items():

@@ -8,11 +8,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.library import define, impl, register_vmap
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from partita.core.torch_private import is_gradtrackingtensor
 from partita.models.dropout import attention_factors
@@ -23,7 +20,7 @@ ALIGNMENT = {"cuda": 8}  # half-precision matmuls are slow on CUDA unless the ro
 SHORT = {"cpu": 256, "cuda": 96}
 
 # Replaces `scaled_dot_product` in a layer. The first argument is the layer's attention module.
-AttentionHook = Callable[..., Tensor]
+AttentionHook = Callable[..., torch.Tensor]
 _hook: ContextVar[AttentionHook | None] = ContextVar("attention_hook", default=None)
 
 
@@ -38,16 +35,16 @@ def attention_hook(hook: AttentionHook) -> Iterator[None]:
 
 
 def scaled_dot_product(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
     scale: float | None,
     causal: bool = False,
     *,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Compute softmax(query keyᵀ · scale) value.
 
     Args:
@@ -70,13 +67,19 @@ def scaled_dot_product(
     return _attend(query, key, value, mask, scale, causal, fused)
 
 
-def _is_short(key: Tensor) -> bool:
+def _is_short(key: torch.Tensor) -> bool:
     return bool(key.shape[2] <= SHORT.get(key.device.type, 0))
 
 
 def _one_block(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool, fused: bool
-) -> Tensor:
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    causal: bool,
+    fused: bool,
+) -> torch.Tensor:
     """`scaled_dot_product` outside vmap over clients."""
     if not fused:
         return _unfused(query, key, value, mask, scale, causal)
@@ -98,18 +101,18 @@ def _one_block(
 def _fold_clients(
     info: Any,
     dims: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
     scale: float | None,
     causal: bool,
     fused: bool,
-) -> tuple[Tensor, int]:
+) -> tuple[torch.Tensor, int]:
     """Under vmap, fold clients into the example dimension of one fused call. Plain vmap would loop over clients."""
     clients = info.batch_size
 
-    def clients_first(tensor: Tensor, dim: int | None) -> Tensor:  # (client, example, ...)
+    def clients_first(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:  # (client, example, ...)
         return tensor.expand(clients, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
     query, key, value = (clients_first(tensor, dims[i]).flatten(0, 1) for i, tensor in enumerate((query, key, value)))
@@ -129,10 +132,10 @@ define(
 )
 impl("partita::attention", "CompositeImplicitAutograd")(_one_block)
 register_vmap("partita::attention", _fold_clients)
-_attend: Callable[..., Tensor] = torch.ops.partita.attention.default
+_attend: Callable[..., torch.Tensor] = torch.ops.partita.attention.default
 
 
-def for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def for_each_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Repeat key and value heads so that each query head has its own."""
     group_size = query.shape[1] // key.shape[1]
     if group_size == 1:
@@ -142,16 +145,16 @@ def for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
 
 
 def _unfused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
     scale: float | None,
     causal: bool,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
-    factors: Tensor | None = None,
-) -> Tensor:
+    sinks: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`scaled_dot_product` as matrix products. The probabilities are multiplied by `factors`, if given."""
     key, value = for_each_head(query, key, value)
     if causal:
@@ -166,13 +169,13 @@ def _unfused(
 
 
 def probabilities(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
     scale: float | None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Compute softmax(query keyᵀ · scale), (example, head, query, key).
 
     Args:
@@ -197,7 +200,9 @@ def probabilities(
     return scores.softmax(-1)
 
 
-def _add_bias(bias: Tensor, mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor:
+def _add_bias(
+    bias: torch.Tensor, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, causal: bool
+) -> torch.Tensor:
     """Add a position bias (1 or example, head, query, key) to a mask, which may be missing, Boolean or float."""
     if causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
@@ -206,20 +211,20 @@ def _add_bias(bias: Tensor, mask: Tensor | None, query: Tensor, key: Tensor, cau
     return bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
 
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
+def layer_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls in each layer."""
     if attention_mask is not None and attention_mask.numel() == 0:  # from `causal_only`
         attention_mask = None
@@ -239,37 +244,7 @@ def _attention(
     return out.transpose(1, 2), None  # (example, token, head, width)
 
 
-def _mask(
-    *,
-    q_length: int,
-    kv_length: int,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    **options: Any,
-) -> Tensor | None:
-    """Return a Boolean mask (example, 1, query, key), or None for full attention or plain causal attention.
-
-    Without padding, the lengths decide whether a mask is needed. They are checked here because some versions of
-    transformers build a mask anyway during CUDA graph capture and compilation, and fused kernels are slower with a mask
-    or do not support it. The values of the mask are never read, because vmap cannot branch on them.
-    """
-    skip_by_lengths = allow_is_bidirectional_skip or (allow_is_causal_skip and q_length in (1, kv_length))
-    if skip_by_lengths and attention_mask is None and (local_size is None or kv_length < local_size):
-        return None
-    return sdpa_mask(
-        q_length=q_length,
-        kv_length=kv_length,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-        **options,
-    )
-
-
-def causal_only(states: Tensor, window: int | None) -> Tensor | None:
+def causal_only(states: torch.Tensor, window: int | None) -> torch.Tensor | None:
     """Return what to pass to a decoder as the attention mask of texts without padding.
 
     Without a mask, transformers compares positions to find texts that were packed into one. It waits for the GPU to do
@@ -280,12 +255,8 @@ def causal_only(states: Tensor, window: int | None) -> Tensor | None:
         window: The decoder's sliding window; None if it has none.
 
     Returns:
-        An empty mask, which `_attention` reads as plain causal attention; None if the window needs a mask.
+        An empty mask, which `layer_attention` reads as plain causal attention; None if the window needs a mask.
     """
     if window is not None and window < states.shape[1]:
         return None
     return states.new_empty(1, 1, 0, 0, dtype=torch.bool)
-
-
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _mask)

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.nn import functional
 
 from partita.core.data import IGNORE_INDEX, Batch
@@ -50,7 +49,7 @@ DEGENERATE = {
 
 
 @torch.no_grad()
-def attention_to(model: FunctionalModel, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
+def attention_to(model: FunctionalModel, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, torch.Tensor]:
     """Compute attention scores in one forward pass.
 
     Layers replaced by the frozen cache are not run and have no score. In a CLIP with two towers, the image tower is
@@ -123,21 +122,21 @@ class _Scores:
     model: FunctionalModel
     batch: Batch
     tokens: TokenChoice
-    attention_mask: Tensor | None  # (example, token)
-    layers: dict[nn.Module, str]
-    scores: dict[str, Tensor] = field(default_factory=dict)
+    attention_mask: torch.Tensor | None  # (example, token)
+    layers: dict[torch.nn.Module, str]
+    scores: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __call__(
         self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
         scale: float | None,
         causal: bool,
         **modified: Any,
-    ) -> Tensor:
+    ) -> torch.Tensor:
         if module not in self.layers:
             return scaled_dot_product(query, key, value, mask, scale, causal, **modified)
         if self.tokens == "pooled":
@@ -158,7 +157,7 @@ class _Scores:
         self.scores[self.layers[module]] = self._mean_over_queries(out[..., width].float())
         return out[..., :width]
 
-    def from_maps(self, maps: Sequence[Tensor]) -> dict[str, Tensor]:
+    def from_maps(self, maps: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Compute the scores from the attention maps of all layers, (example, head, query, key) each.
 
         Raises:
@@ -178,7 +177,7 @@ class _Scores:
             self.scores[tag] = self._mean_over_queries((attention.float() * chosen[:, None, None]).sum(-1))
         return self.scores
 
-    def _pooled_place(self, count: int) -> Tensor:
+    def _pooled_place(self, count: int) -> torch.Tensor:
         """Return the place of the token that the head reads, (example,): the first of an encoder, a decoder's last."""
         mask, device = self.attention_mask, self.batch.targets.device
         valid = torch.ones(len(self.batch.targets), count, device=device) if mask is None else mask
@@ -186,8 +185,8 @@ class _Scores:
         return (valid.bool() * (order if _is_decoder(self.model) else order.flip(0))).argmax(1)
 
     def _pooled_rows(
-        self, query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None, **modified: Any
-    ) -> Tensor:
+        self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scale: float | None, **modified: Any
+    ) -> torch.Tensor:
         """Return the attention of the token that the head reads to all tokens, (example, head, token).
 
         Without a mask there is no padding, so a decoder's last token attends to all tokens.
@@ -198,7 +197,7 @@ class _Scores:
         key, _ = for_each_head(query, key, key)
         return probabilities(query[rows, :, place][:, :, None], key, mask, scale, **modified)[:, :, 0].float()
 
-    def _concentration(self, rows: Tensor) -> Tensor:
+    def _concentration(self, rows: torch.Tensor) -> torch.Tensor:
         """Return 1 - entropy / log(n) of the attention to the n content tokens, (example, head); 0 if n < 2.
 
         Args:
@@ -213,7 +212,7 @@ class _Scores:
         score = 1 - entropy / count.clamp(min=2).log()
         return torch.where((count > 1) & (share.sum(-1) > 0), score, 0.0).clamp(0.0, 1.0)
 
-    def _mean_over_queries(self, received: Tensor) -> Tensor:
+    def _mean_over_queries(self, received: torch.Tensor) -> torch.Tensor:
         """Average (example, head, query) over the queries that are not padding, and over the windows of an image."""
         examples = len(self.batch.targets)
         if received.shape[0] != examples:  # Swin attends within windows: (example x window, head, query)
@@ -224,7 +223,7 @@ class _Scores:
         return (received * attention_mask).sum(-1) / attention_mask.sum(-1).clamp(min=1)
 
 
-def _layers(model: FunctionalModel) -> dict[nn.Module, str]:
+def _layers(model: FunctionalModel) -> dict[torch.nn.Module, str]:
     """Map the modules inside layers to layer tags. Each layer makes one attention call, from one of these modules.
 
     The text tower of a CLIP is left out, and so is the self-attention of a decoder that attends to an encoder.
@@ -246,7 +245,7 @@ def _layers(model: FunctionalModel) -> dict[nn.Module, str]:
     return layers
 
 
-def _salient(value: Tensor) -> Tensor:
+def _salient(value: torch.Tensor) -> torch.Tensor:
     """Choose the half of the tokens with the longest values, (example, head, token).
 
     The output of attention is a sum of values, so tokens with long values count for more in it.
@@ -256,8 +255,8 @@ def _salient(value: Tensor) -> Tensor:
 
 
 def _chosen_tokens(
-    model: FunctionalModel, batch: Batch, tokens: TokenChoice, attention_mask: Tensor | None, count: int
-) -> Tensor:
+    model: FunctionalModel, batch: Batch, tokens: TokenChoice, attention_mask: torch.Tensor | None, count: int
+) -> torch.Tensor:
     """Return a mask of the chosen tokens, (example, token); one row may stand for all examples."""
     device = batch.targets.device
     if isinstance(tokens, tuple):
@@ -296,7 +295,7 @@ def _outside(model: FunctionalModel) -> int:
     return int(labels["O"])
 
 
-def _patches(model: FunctionalModel, pixels: Tensor) -> int:
+def _patches(model: FunctionalModel, pixels: torch.Tensor) -> int:
     config: Any = model.module.config
     patch = getattr(config, "vision_config", config).patch_size
     return (pixels.shape[-2] // patch) * (pixels.shape[-1] // patch)

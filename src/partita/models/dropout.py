@@ -11,14 +11,19 @@ from types import CodeType
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
 from torch.nn import functional
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from partita.core.keyed_bits import keep_factors, place_id, place_tensor, random_words
 from partita.models import ModelError
+from partita.models.vmap_layers import is_layer
 
-_OTHER_DROPOUT = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_OTHER_DROPOUT = (
+    torch.nn.Dropout1d,
+    torch.nn.Dropout2d,
+    torch.nn.Dropout3d,
+    torch.nn.AlphaDropout,
+    torch.nn.FeatureAlphaDropout,
+)
 
 
 @dataclass(eq=False)
@@ -34,14 +39,14 @@ class DropoutDraws:
         replaced: Functions of torch that are replaced while a module runs, innermost last.
     """
 
-    seeds: Tensor | None = None
+    seeds: torch.Tensor | None = None
     calls: dict[int | str, int] = field(default_factory=dict)
     in_layer: bool = False
     refused: tuple[str, ...] = ()
     replaced: list[tuple[Any, Any]] = field(default_factory=list)
 
     @contextmanager
-    def using(self, seeds: Tensor | None) -> Iterator[None]:
+    def using(self, seeds: torch.Tensor | None) -> Iterator[None]:
         """Draw from `seeds` inside the block."""
         before = self.seeds, self.calls
         self.seeds, self.calls = seeds, {}
@@ -50,7 +55,7 @@ class DropoutDraws:
         finally:
             self.seeds, self.calls = before
 
-    def factors(self, part: Any, rate: float, value: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def factors(self, part: Any, rate: float, value: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
         """Return the factors of a dropout, of shape (example, *sizes).
 
         Args:
@@ -71,35 +76,35 @@ class DropoutDraws:
         name: int | str = part.name_in_layer if self.in_layer else part.place
         call = self.calls.get(name, 0)
         self.calls[name] = call + 1
-        place: int | Tensor = part.place_tensor if self.in_layer else part.place
+        place: int | torch.Tensor = part.place_tensor if self.in_layer else part.place
         return keep_factors(random_words(self.seeds, place + call, sizes), rate, value.dtype)
 
 
-class KeyedDropout(nn.Dropout):
+class KeyedDropout(torch.nn.Dropout):
     """nn.Dropout that draws from the seeds of the examples, and drops nothing without seeds."""
 
     draws: DropoutDraws
     place: int
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return _dropped(self, inputs, self.p)
 
 
-class KeyedDropPath(nn.Module):
+class KeyedDropPath(torch.nn.Module):
     """Stochastic depth: sets a whole residual branch to zero, for each example with probability `drop_prob`."""
 
     draws: DropoutDraws
     place: int
     drop_prob: float
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.draws.seeds is None:
             return hidden_states
         factors = self.draws.factors(self, self.drop_prob, hidden_states, ())
         return hidden_states * factors.view(-1, *[1] * (hidden_states.ndim - 1))
 
 
-def attention_factors(module: nn.Module, rate: float, query: Tensor, keys: int) -> Tensor | None:
+def attention_factors(module: torch.nn.Module, rate: float, query: torch.Tensor, keys: int) -> torch.Tensor | None:
     """Return the dropout factors of attention probabilities, (example, head, query, key); None outside training.
 
     Args:
@@ -119,11 +124,11 @@ def attention_factors(module: nn.Module, rate: float, query: Tensor, keys: int) 
         )
     if draws.seeds is None:
         return None
-    factors: Tensor = draws.factors(module, rate, query, (query.shape[1], query.shape[2], keys))
+    factors: torch.Tensor = draws.factors(module, rate, query, (query.shape[1], query.shape[2], keys))
     return factors
 
 
-def use_keyed_dropout(module: nn.Module) -> DropoutDraws | None:
+def use_keyed_dropout(module: torch.nn.Module) -> DropoutDraws | None:
     """Let the dropout of a module in eval mode draw from seeds. Changes the module in place.
 
     Returns:
@@ -135,7 +140,7 @@ def use_keyed_dropout(module: nn.Module) -> DropoutDraws | None:
         named = _names_in_forward(type(part))
         if isinstance(part, _OTHER_DROPOUT) and part.p > 0:
             refused.append(f"{path} ({type(part).__name__})")
-        elif type(part) is nn.Dropout and part.p > 0:
+        elif type(part) is torch.nn.Dropout and part.p > 0:
             found = key_dropout(part, draws, path)
         elif type(part).__name__.endswith("DropPath") and getattr(part, "drop_prob", None):
             part.__class__ = KeyedDropPath
@@ -156,32 +161,32 @@ def use_keyed_dropout(module: nn.Module) -> DropoutDraws | None:
     return draws if found or refused else None
 
 
-def key_dropout(part: nn.Dropout, draws: DropoutDraws, path: str) -> bool:
+def key_dropout(part: torch.nn.Dropout, draws: DropoutDraws, path: str) -> bool:
     """Turn a dropout layer into a KeyedDropout at this place, in place, and return True."""
     part.__class__ = KeyedDropout
     return _attach(part, draws, path)
 
 
-def _attach(part: nn.Module, draws: DropoutDraws, path: str) -> bool:
+def _attach(part: torch.nn.Module, draws: DropoutDraws, path: str) -> bool:
     part.draws, part.place = draws, place_id(path)  # type: ignore[assignment]
     part.register_buffer("place_tensor", place_tensor(place_id(path)), persistent=False)
     return True
 
 
-def _dropped(part: Any, inputs: Tensor, rate: float) -> Tensor:
+def _dropped(part: Any, inputs: torch.Tensor, rate: float) -> torch.Tensor:
     if part.draws.seeds is None or rate == 0:
         return inputs
-    factors: Tensor = part.draws.factors(part, rate, inputs, tuple(inputs.shape[1:]))
+    factors: torch.Tensor = part.draws.factors(part, rate, inputs, tuple(inputs.shape[1:]))
     return inputs * factors
 
 
-def _own_rates(part: nn.Module) -> list[str]:
+def _own_rates(part: torch.nn.Module) -> list[str]:
     """The names of a module's own dropout rates above 0."""
     return [name for name, value in vars(part).items() if "drop" in name and isinstance(value, float) and value > 0]
 
 
-def _child_rates(part: nn.Module) -> bool:
-    return any(isinstance(child, nn.Dropout) and child.p > 0 for child in part.children())
+def _child_rates(part: torch.nn.Module) -> bool:
+    return any(isinstance(child, torch.nn.Dropout) and child.p > 0 for child in part.children())
 
 
 def _names_in_forward(kind: type) -> set[str]:
@@ -195,12 +200,12 @@ def _names_in(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _draw_functional_dropout(part: nn.Module) -> None:
+def _draw_functional_dropout(part: torch.nn.Module) -> None:
     """Let `nn.functional.dropout` draw from the seeds during the forward pass of a module, which is in train mode.
 
     Modules with LayerDrop compare `torch.rand` with its rate in train mode, also if the rate is 0. They get ones there.
     """
-    if isinstance(part, GradientCheckpointingLayer):  # runs by `LayerForward`
+    if is_layer(part):  # runs by `LayerForward`
         part.drops_by_function = True  # type: ignore[assignment]
         return
     part.register_forward_pre_hook(_replace_functions)
@@ -208,7 +213,7 @@ def _draw_functional_dropout(part: nn.Module) -> None:
 
 
 @contextmanager
-def functional_dropout(layer: nn.Module) -> Iterator[None]:
+def functional_dropout(layer: torch.nn.Module) -> Iterator[None]:
     """Let `nn.functional.dropout` draw from the seeds inside the block, if the layer calls it."""
     if not getattr(layer, "drops_by_function", False):
         yield
@@ -231,6 +236,6 @@ def _restore_functions(part: Any, inputs: Any, output: Any) -> None:
 
 
 def _functional_dropout(
-    part: Any, value: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
+    part: Any, value: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
     return _dropped(part, value, p if training else 0.0)

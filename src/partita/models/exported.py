@@ -11,14 +11,15 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from torch import Tensor, nn
 
 from partita.core.model import Model, Output
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.models import ModelError
 from partita.models.adapter import FunctionalModel, from_module, without_logs
-from partita.models.pretrained import config_for, pretrained, processor_of
+from partita.models.from_task import processor_of
+from partita.models.loading import config_for
+from partita.models.pretrained import pretrained
 from partita.tasks import TaskInfo, TaskKind
 
 WEIGHTS = "adapter_model.safetensors"
@@ -27,7 +28,7 @@ WEIGHTS = "adapter_model.safetensors"
 class Prompted(Model):
     """A dual encoder with prompts, by the loader that is written with them. It has no parameters to train."""
 
-    def __init__(self, module: nn.Module, kind: TaskKind) -> None:
+    def __init__(self, module: torch.nn.Module, kind: TaskKind) -> None:
         self.name, self.module, self.kind = "prompts", module, kind
         self.initial = {"device": torch.zeros(0)}  # says where to evaluate
         self.tags: Mapping[str, frozenset[str]] = {"device": frozenset()}
@@ -35,7 +36,7 @@ class Prompted(Model):
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return Output(self.module(inputs["pixel_values"]))
 
-    def losses(self, out: Output, targets: Tensor) -> Tensor:
+    def losses(self, out: Output, targets: torch.Tensor) -> torch.Tensor:
         return self.kind.loss(out.logits, targets)
 
     def to(self, device: torch.device) -> None:
@@ -110,7 +111,7 @@ def _adapted(folder: Path, task: TaskInfo, base: str | None, dtype: str | None) 
     return from_module(config.model_type, joined, kind=task.kind, dtype=half, processor=processor_of(task))
 
 
-def _prompts(folder: Path, towers: str | None, classes: Sequence[str]) -> nn.Module:
+def _prompts(folder: Path, towers: str | None, classes: Sequence[str]) -> torch.nn.Module:
     with as_file(files("partita").joinpath("templates", "load_prompts.py")) as file:
         spec = spec_from_file_location("partita_load_prompts", file)
         assert spec is not None
@@ -119,7 +120,7 @@ def _prompts(folder: Path, towers: str | None, classes: Sequence[str]) -> nn.Mod
         spec.loader.exec_module(loader)
     try:
         with without_logs():
-            module: nn.Module = loader.load_prompts(folder, towers)
+            module: torch.nn.Module = loader.load_prompts(folder, towers)
     except OSError as error:
         raise ModelError(f"the towers of the prompts in {folder} cannot be loaded; name them with --base") from error
     if list(module.classes) != list(classes):  # type: ignore[arg-type]

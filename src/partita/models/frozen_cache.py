@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from partita.core import memory, tensors
 from partita.core.data import Batch, Examples, text_lengths
@@ -47,7 +46,7 @@ def cache_frozen(model: Model, *tables: Examples) -> tuple[Model, tuple[CachedEx
     return upper, cached
 
 
-def _cut_point(model: Model) -> tuple[Model, Callable[[Tensors], Tensor], str]:
+def _cut_point(model: Model) -> tuple[Model, Callable[[Tensors], torch.Tensor], str]:
     """Return the upper model, the function that computes its cached inputs, and the input name that this one reads.
 
     Text prompts do not change the image tower, so all of it can be cached.
@@ -81,9 +80,9 @@ class FrozenForward:
     """Computes the output of the last frozen layer, (example, token, width)."""
 
     model: FunctionalModel
-    last: nn.Module
+    last: torch.nn.Module
 
-    def __call__(self, inputs: Tensors) -> Tensor:
+    def __call__(self, inputs: Tensors) -> torch.Tensor:
         hook = self.last.register_forward_hook(_stop_after)
         try:
             self.model(self.model.initial, tensors.to(inputs, next(self.last.parameters()).device))
@@ -110,10 +109,10 @@ class CachedExamples:
     """
 
     examples: Examples
-    lower: Callable[[Tensors], Tensor]
+    lower: Callable[[Tensors], torch.Tensor]
     input_name: str
-    offsets: Tensor
-    states: Tensor
+    offsets: torch.Tensor
+    states: torch.Tensor
     computed: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
@@ -124,17 +123,17 @@ class CachedExamples:
         """The longest padded rows of tokens, of the inputs and of the targets; None if the examples are no texts."""
         return getattr(self.examples, "limits", None)
 
-    def lengths(self, indices: Tensor) -> Tensor | None:
+    def lengths(self, indices: torch.Tensor) -> torch.Tensor | None:
         """Return the number of tokens of each example, (example,); None if the examples are not texts."""
         return text_lengths(self.examples, indices)
 
     @property
-    def documents(self) -> Tensor | None:
+    def documents(self) -> torch.Tensor | None:
         """The document of each example, (example,); None if examples are documents."""
-        found: Tensor | None = getattr(self.examples, "documents", None)
+        found: torch.Tensor | None = getattr(self.examples, "documents", None)
         return found
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         for chunk in set((indices // CHUNK).tolist()) - self.computed:
             self._compute(chunk)
         batch = self.examples.take(indices)
@@ -150,14 +149,14 @@ class CachedExamples:
         self.states[self.offsets[rows[0]] : self.offsets[rows[-1] + 1]] = self.lower(inputs)[self._mask(inputs, rows)]
         self.computed.add(chunk)
 
-    def _mask(self, inputs: Tensors, rows: Tensor) -> Tensor:
+    def _mask(self, inputs: Tensors, rows: torch.Tensor) -> torch.Tensor:
         """Return a mask of the tokens that are not padding, (row, token)."""
         if ATTENTION_MASK in inputs:
             return inputs[ATTENTION_MASK].bool()
         return torch.ones(len(rows), int(self.offsets[1]), dtype=torch.bool)
 
 
-def _cached(examples: Examples, lower: Callable[[Tensors], Tensor], input_name: str) -> CachedExamples:
+def _cached(examples: Examples, lower: Callable[[Tensors], torch.Tensor], input_name: str) -> CachedExamples:
     first = examples.take(torch.arange(1)).inputs
     example = lower(first)  # (1, token, width)
     if ATTENTION_MASK in first:
@@ -205,7 +204,7 @@ class _UpperForward:
 
     forward: Forward
     input_name: str
-    parts: tuple[nn.Module, ...]
+    parts: tuple[torch.nn.Module, ...]
 
     def __call__(self, module: Any, inputs: Tensors) -> Output:
         others = dict(inputs)
@@ -217,19 +216,19 @@ class _UpperForward:
 class _StopForward(Exception):
     """Stops a forward pass after the last frozen layer."""
 
-    def __init__(self, states: Tensor) -> None:
+    def __init__(self, states: torch.Tensor) -> None:
         self.states = states
 
 
-def _stop_after(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+def _stop_after(layer: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
     raise _StopForward(output)
 
 
 @dataclass(frozen=True, eq=False)
 class _Body:
     input_name: str
-    embeds: Sequence[nn.Module]
-    layers: Sequence[nn.Module]
+    embeds: Sequence[torch.nn.Module]
+    layers: Sequence[torch.nn.Module]
 
 
 def _body(model: FunctionalModel) -> _Body:
@@ -241,7 +240,7 @@ def _body(model: FunctionalModel) -> _Body:
     return _Body(start.input_name, embeds, list(body.get_submodule(start.layers)))  # type: ignore[call-overload]
 
 
-def _trainable(model: FunctionalModel, parts: Sequence[nn.Module]) -> list[str]:
+def _trainable(model: FunctionalModel, parts: Sequence[torch.nn.Module]) -> list[str]:
     """Return the names of trainable parameters in these modules."""
     owners = {id(own_parameters(child)) for part in parts for child in part.modules()}
     return [name for name, slots in model.parameter_slots.items() if any(id(owner) in owners for owner, _ in slots)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from partita.core.data import IGNORE_INDEX
 from partita.core.tensors import Tensors
@@ -62,7 +61,7 @@ def special_tokens(model: FunctionalModel) -> list[int]:
     return found
 
 
-def decode(model: FunctionalModel, tokens: Tensor) -> list[str]:
+def decode(model: FunctionalModel, tokens: torch.Tensor) -> list[str]:
     """Return the texts of token ids, (example, token), without special tokens. Ignored targets are padding.
 
     Raises:

@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 COMMON = frozenset(
     ["a", "an", "and", "by", "for", "from", "in", "none", "of", "on", "or", "other", "the", "to", "unknown", "with"]
@@ -27,7 +26,7 @@ class WordTokens:
     """
 
     words: tuple[tuple[int, ...], ...]
-    continuing: Tensor
+    continuing: torch.Tensor
 
 
 def label_words(names: Iterable[str]) -> tuple[str, ...]:
@@ -76,7 +75,7 @@ def word_tokens(tokenizer: Any, words: tuple[str, ...]) -> WordTokens:
     return WordTokens(tuple(forms), torch.tensor(sorted(continuing), dtype=torch.long))
 
 
-def matching_tokens(ids: Tensor, wanted: WordTokens) -> Tensor:
+def matching_tokens(ids: torch.Tensor, wanted: WordTokens) -> torch.Tensor:
     """Return a mask of the tokens that belong to one of the words, (example, token). A part of a word does not match.
 
     Args:
@@ -93,7 +92,7 @@ def matching_tokens(ids: Tensor, wanted: WordTokens) -> Tensor:
     return found
 
 
-def _starts(ids: Tensor, word: Sequence[int]) -> Tensor:
+def _starts(ids: torch.Tensor, word: Sequence[int]) -> torch.Tensor:
     """Return where a sequence of tokens begins, (example, token)."""
     count = ids.shape[1]
     match = torch.zeros_like(ids, dtype=torch.bool)

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from partita.core.layer_compiler import layer_compiler
 from partita.core.outside_vmap import outside_vmap, under_vmap
@@ -22,6 +20,7 @@ from partita.core.tensors import Tensors
 from partita.core.torch_private import is_gradtrackingtensor, own_parameters
 from partita.models import ModelError
 from partita.models.dropout import DropoutDraws, functional_dropout
+from partita.models.vmap_layers import is_layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +33,7 @@ class LayerForward:
         recomputes: Whether to drop the activations and recompute them in the backward pass.
     """
 
-    layer: nn.Module
+    layer: torch.nn.Module
     draws: DropoutDraws | None
     recomputes: bool
 
@@ -45,7 +44,7 @@ class LayerForward:
         if compiler is None and not recomputes:
             return _plain(self.layer, args, kwargs)
         params = {
-            path: value for path, value in self.layer.named_parameters() if not isinstance(value, nn.Parameter)
+            path: value for path, value in self.layer.named_parameters() if not isinstance(value, torch.nn.Parameter)
         }  # those that the model has installed; frozen ones stay where they are
         seeds = None if self.draws is None else self.draws.seeds
         given = params, seeds, args, kwargs
@@ -71,7 +70,7 @@ class _Run:
         compiler: Compiles the layer; None to run it as it is.
     """
 
-    def __init__(self, layer: nn.Module, draws: DropoutDraws | None, given: Any, compiler: Any) -> None:
+    def __init__(self, layer: torch.nn.Module, draws: DropoutDraws | None, given: Any, compiler: Any) -> None:
         self.layer, self.draws, self.given = layer, draws, given
         self.names: dict[int | str, str] = {}
         if compiler is not None and draws is not None and draws.seeds is not None:
@@ -90,19 +89,19 @@ class _Run:
             return dict(calls)
         return {name: calls[place] for place, name in self.names.items() if place in calls}
 
-    def __call__(self, values: Sequence[Tensor], dims: Any, recomputes: bool) -> Any:
+    def __call__(self, values: Sequence[torch.Tensor], dims: Any, recomputes: bool) -> Any:
         return self.structured(self.tensors(values, dims, recomputes))
 
-    def structured(self, tensors: Sequence[Tensor]) -> Any:
+    def structured(self, tensors: Sequence[torch.Tensor]) -> Any:
         return _with_tensors(self.structure, iter(tensors))
 
-    def tensors(self, values: Sequence[Tensor], dims: Any, recomputes: bool) -> tuple[Tensor, ...]:
+    def tensors(self, values: Sequence[torch.Tensor], dims: Any, recomputes: bool) -> tuple[torch.Tensor, ...]:
         """Return the tensors of the layer's output, with the client dimension first if there is one."""
         in_dims = None if dims is None else _with_tensors(self.given, iter(dims), others=True)
         function = run_layer if dims is None else run_layer_of_block
         function = function if self.compiler is None else self.compiler(function)
 
-        def compute(*values: Tensor) -> tuple[Tensor, ...]:
+        def compute(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
             params, seeds, args, kwargs = _with_tensors(self.given, iter(values))
             with _emptied(self.layer, params, self.draws):
                 out, self.structure, calls = function(
@@ -113,7 +112,7 @@ class _Run:
 
         if recomputes:
             # A layer draws no random numbers from torch's generator.
-            out: tuple[Tensor, ...] = checkpoint(compute, *values, use_reentrant=False, preserve_rng_state=False)
+            out: tuple[torch.Tensor, ...] = checkpoint(compute, *values, use_reentrant=False, preserve_rng_state=False)
         else:
             out = compute(*values)
         if self.draws is not None:
@@ -123,16 +122,16 @@ class _Run:
 
 
 def run_layer(
-    layer: nn.Module,
+    layer: torch.nn.Module,
     draws: DropoutDraws | None,
     in_layer: bool,
     in_dims: Any,
     calls: dict[int | str, int],
     params: Tensors,
-    seeds: Tensor | None,
+    seeds: torch.Tensor | None,
     args: Any,
     kwargs: Any,
-) -> tuple[tuple[Tensor, ...], Any, dict[int | str, int]]:
+) -> tuple[tuple[torch.Tensor, ...], Any, dict[int | str, int]]:
     """Run a layer, for one client or for all clients of a block.
 
     Args:
@@ -151,7 +150,7 @@ def run_layer(
     """
     structure = []
 
-    def of_one(params: Tensors, seeds: Tensor | None, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
+    def of_one(params: Tensors, seeds: torch.Tensor | None, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
         # Flattening makes each gradient contiguous, as the optimizer requires. The compiler does this at no cost.
         _install(layer, {path: value.flatten().view(value.shape) for path, value in params.items()})
         if draws is not None:
@@ -170,7 +169,7 @@ def run_layer(
     return tensors, structure[0], calls
 
 
-def run_layer_of_block(*arguments: Any) -> tuple[tuple[Tensor, ...], Any, dict[int | str, int]]:
+def run_layer_of_block(*arguments: Any) -> tuple[tuple[torch.Tensor, ...], Any, dict[int | str, int]]:
     """`run_layer` for the clients of a block, as a function of its own.
 
     The compiler remembers which sizes of a function's arguments change. A client without a client dimension would make
@@ -179,7 +178,7 @@ def run_layer_of_block(*arguments: Any) -> tuple[tuple[Tensor, ...], Any, dict[i
     return run_layer(*arguments)
 
 
-def use_layer_forward(module: nn.Module, draws: DropoutDraws | None, recomputes: bool) -> None:
+def use_layer_forward(module: torch.nn.Module, draws: DropoutDraws | None, recomputes: bool) -> None:
     """Let all layers of a module run by `LayerForward`. Changes the module in place.
 
     Args:
@@ -188,29 +187,29 @@ def use_layer_forward(module: nn.Module, draws: DropoutDraws | None, recomputes:
         recomputes: Whether the layers recompute their activations in the backward pass.
     """
     for layer in module.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
+        if is_layer(layer):
             layer.forward = LayerForward(layer, draws, recomputes)
 
 
-def layer_forwards(module: nn.Module) -> list[LayerForward]:
+def layer_forwards(module: torch.nn.Module) -> list[LayerForward]:
     """Return what the layers of a module run by."""
     found = (vars(layer).get("forward") for layer in module.modules())
     return [forward for forward in found if isinstance(forward, LayerForward)]
 
 
-def _plain(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+def _plain(layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     with functional_dropout(layer):
         return type(layer).forward(layer, *args, **kwargs)
 
 
-def _install(layer: nn.Module, params: Mapping[str, Tensor | None]) -> None:
+def _install(layer: torch.nn.Module, params: Mapping[str, torch.Tensor | None]) -> None:
     for path, value in params.items():
         owner, _, leaf = path.rpartition(".")
         own_parameters(layer.get_submodule(owner))[leaf] = value  # type: ignore[assignment]
 
 
 @contextmanager
-def _emptied(layer: nn.Module, params: Iterable[str], draws: DropoutDraws | None) -> Iterator[None]:
+def _emptied(layer: torch.nn.Module, params: Iterable[str], draws: DropoutDraws | None) -> Iterator[None]:
     """Take what belongs to the running forward pass out of a layer, and put it back afterwards.
 
     A layer that is recomputed in the backward pass has nothing to put back.
@@ -231,9 +230,9 @@ def _emptied(layer: nn.Module, params: Iterable[str], draws: DropoutDraws | None
             draws.seeds, draws.calls, draws.in_layer = drawing
 
 
-def _tensors(part: Any) -> Iterator[Tensor]:
+def _tensors(part: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of nested dicts, lists and tuples."""
-    if isinstance(part, Tensor):
+    if isinstance(part, torch.Tensor):
         yield part
     elif isinstance(part, Mapping):
         for value in part.values():
@@ -248,7 +247,7 @@ class _Place:
 
 
 def _without_tensors(part: Any) -> Any:
-    if isinstance(part, Tensor):
+    if isinstance(part, torch.Tensor):
         return _Place
     if isinstance(part, Mapping):
         return {name: _without_tensors(value) for name, value in part.items()}
@@ -263,7 +262,7 @@ def _with_tensors(part: Any, values: Iterator[Any], others: bool = False) -> Any
         values: The values, in order.
         others: Whether to replace everything else by None.
     """
-    if part is _Place or isinstance(part, Tensor):
+    if part is _Place or isinstance(part, torch.Tensor):
         return next(values)
     if isinstance(part, Mapping):
         return {name: _with_tensors(value, values, others) for name, value in part.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch import Tensor
 
 from partita.core.model import Model
 from partita.core.tensors import Tensors
@@ -27,7 +26,7 @@ def why_one_by_one(model: Model, inputs: Tensors) -> str:
     both = {name: value.expand(2, *value.shape).requires_grad_() for name, value in params.items()}
     given = {name: value.expand(2, *value.shape) for name, value in one.items()}
 
-    def logits(params: Tensors, inputs: Tensors) -> Tensor:
+    def logits(params: Tensors, inputs: Tensors) -> torch.Tensor:
         return model(params, inputs).logits
 
     with torch.no_grad():

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from partita.core import serialization
 from partita.core.options import closest_match
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.core.tensors import Names, Tensors
 from partita.core.torch_private import own_parameters
 from partita.models import ModelError, split_qkv
@@ -26,7 +25,6 @@ from partita.models.adapter_export import fuse, join, merge
 from partita.models.adapter_options import ADAPTER, FACTORS, TABLE, AdapterOptions, factor_name
 from partita.models.dropout import DropoutDraws, key_dropout
 from partita.models.layer_forward import layer_forwards, use_layer_forward
-from partita.models.pretrained import seeded
 from partita.models.vmap_layers import use_vmap_layers
 
 ON_CONV1D = ("lora", "ia3")  # kinds that PEFT also has for the Conv1D of GPT-2
@@ -106,7 +104,7 @@ class AdaptedModel(FunctionalModel):
 
     def _merged_module(self, params: Tensors) -> Any:
         module, slots = _copy(self)
-        _fill(slots, {name: nn.Parameter(params[name].detach(), requires_grad=False) for name in slots})
+        _fill(slots, {name: torch.nn.Parameter(params[name].detach(), requires_grad=False) for name in slots})
         merge(module, self.sites)
         return module
 
@@ -147,7 +145,9 @@ def low_rank(adapted: FunctionalModel, rank: int, alpha: float, roles: tuple[str
     """
     if not alpha > 0:
         raise ModelError(f"alpha is {alpha}; it must be above 0")
-    return _adapted(adapted, AdapterOptions("lora", rank, alpha, roles), key, frozenset(adapted.initial), (nn.Linear,))
+    return _adapted(
+        adapted, AdapterOptions("lora", rank, alpha, roles), key, frozenset(adapted.initial), (torch.nn.Linear,)
+    )
 
 
 def _adapted(
@@ -155,7 +155,7 @@ def _adapted(
     options: AdapterOptions,
     key: Key,
     trainable: Names,
-    types: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D),
+    types: tuple[type[torch.nn.Module], ...] = (torch.nn.Linear, Conv1D),
 ) -> AdaptedModel:
     if isinstance(adapted, AdaptedModel):
         raise ModelError(
@@ -212,11 +212,11 @@ def _copy(adapted: FunctionalModel) -> tuple[Any, ParameterSlots]:
 
 def _sites(
     model: str,
-    module: nn.Module,
+    module: torch.nn.Module,
     tags: Mapping[str, Names],
     options: AdapterOptions,
-    types: tuple[type[nn.Module], ...],
-) -> dict[str, nn.Module]:
+    types: tuple[type[torch.nn.Module], ...],
+) -> dict[str, torch.nn.Module]:
     """Return the linear layers with these roles by path. The head is excluded because it trains in full.
 
     The parts of a split query-key-value projection become layers of their own.
@@ -224,7 +224,7 @@ def _sites(
     if Conv1D in types and options.kind == "lora" and not options.dora:
         types = (*types, split_qkv.Part)
     elif options.kind not in ON_CONV1D:
-        types = (nn.Linear,)
+        types = (torch.nn.Linear,)
     linear = {
         path: (part, carried)
         for path, part in module.named_modules()
@@ -260,7 +260,7 @@ def _sites(
 
 def _size(part: Any) -> tuple[int, int]:
     """Return the number of outputs and inputs of a linear layer."""
-    if isinstance(part, nn.Linear):
+    if isinstance(part, torch.nn.Linear):
         return part.out_features, part.in_features
     return (part.nf, part.nx) if isinstance(part, Conv1D) else part.size
 
@@ -268,18 +268,18 @@ def _size(part: Any) -> tuple[int, int]:
 def _freeze(slots: ParameterSlots, adapted: FunctionalModel, names: Iterable[str]) -> None:
     """Move values into the module for good, in the dtype of the forward pass."""
     for name in names:
-        value = nn.Parameter(adapted.initial[name].detach().to(adapted.dtype), requires_grad=False)
+        value = torch.nn.Parameter(adapted.initial[name].detach().to(adapted.dtype), requires_grad=False)
         for owner, leaf in slots[name]:
             owner[leaf] = value
 
 
-def _fill(parameter_slots: Mapping[str, tuple[ParameterSlot, ...]], values: Mapping[str, Tensor | None]) -> None:
+def _fill(parameter_slots: Mapping[str, tuple[ParameterSlot, ...]], values: Mapping[str, torch.Tensor | None]) -> None:
     for name, slots in parameter_slots.items():
         for owner, leaf in slots:
             owner[leaf] = values[name]
 
 
-def _inject(module: Any, options: AdapterOptions, sites: Mapping[str, nn.Module], key: Key) -> None:
+def _inject(module: Any, options: AdapterOptions, sites: Mapping[str, torch.nn.Module], key: Key) -> None:
     """Wrap the layers in PEFT's. PEFT does not change a wrapped layer, so the slots of its parameters stay valid."""
     config, names = _config(options, dict.fromkeys(sites, 1), sites.values()), options.pieces
     with warnings.catch_warnings(), seeded(key / "values"):  # PEFT draws from the global generator
@@ -316,16 +316,16 @@ def _lora_values(initial: Tensors, sites: Iterable[str], options: AdapterOptions
     return values
 
 
-def _uniform(rank: int, into: int, key: Key) -> Tensor:
+def _uniform(rank: int, into: int, key: Key) -> torch.Tensor:
     """Draw from the uniform distribution on ±1 / √in, as PEFT does."""
-    return nn.init.kaiming_uniform_(torch.empty(rank, into), a=math.sqrt(5), generator=key.generator())
+    return torch.nn.init.kaiming_uniform_(torch.empty(rank, into), a=math.sqrt(5), generator=key.generator())
 
 
-def _keyed_dropout(module: nn.Module, draws: DropoutDraws | None) -> DropoutDraws:
+def _keyed_dropout(module: torch.nn.Module, draws: DropoutDraws | None) -> DropoutDraws:
     """Let the adapter's dropout draw from the seeds of the examples, as all other dropout of the module does."""
     known, draws = draws, draws or DropoutDraws()
     for path, part in module.named_modules():
-        if type(part) is nn.Dropout and part.p > 0:
+        if type(part) is torch.nn.Dropout and part.p > 0:
             key_dropout(part, draws, path)
     for layer in _tuner_layers(module):
         layer.training = True  # DoRA drops nothing otherwise; KeyedDropout and the other layers do not read it
@@ -334,7 +334,7 @@ def _keyed_dropout(module: nn.Module, draws: DropoutDraws | None) -> DropoutDraw
     return draws
 
 
-def _tuner_layers(module: nn.Module) -> list[Any]:
+def _tuner_layers(module: torch.nn.Module) -> list[Any]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [part for part in module.modules() if isinstance(part, BaseTunerLayer)]

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
@@ -34,7 +33,7 @@ NF4 = (
 )  # fmt: skip
 
 
-class QuantizedLinear(nn.Linear):
+class QuantizedLinear(torch.nn.Linear):
     """A linear layer whose frozen weight is dequantized in each forward pass, and again in each backward pass.
 
     `weight` is a vector of bytes, the codes followed by the scales: one parameter under the name of the original, so
@@ -42,12 +41,12 @@ class QuantizedLinear(nn.Linear):
     """
 
     mode: Mode
-    tables: Tensor
+    tables: torch.Tensor
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if not inputs.is_meta and torch.is_autocast_enabled(inputs.device.type):
             inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
-        out: Tensor = _Product.apply(inputs, self.weight, self.tables, self.mode, self.shape, False)
+        out: torch.Tensor = _Product.apply(inputs, self.weight, self.tables, self.mode, self.shape, False)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     @property
@@ -55,7 +54,7 @@ class QuantizedLinear(nn.Linear):
         """The shape of the weight, (out, in)."""
         return self.out_features, self.in_features
 
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight, (out, in)."""
         return dequantize(self.weight.data, self.tables, self.mode, self.shape, dtype)
 
@@ -65,33 +64,43 @@ class _Product(Function):
 
     @staticmethod
     def forward(
-        inputs: Tensor, packed: Tensor, tables: Tensor, mode: Mode, shape: tuple[int, int], transposed: bool
-    ) -> Tensor:
+        inputs: torch.Tensor,
+        packed: torch.Tensor,
+        tables: torch.Tensor,
+        mode: Mode,
+        shape: tuple[int, int],
+        transposed: bool,
+    ) -> torch.Tensor:
         weight = dequantize(packed, tables, mode, shape, inputs.dtype)
         return functional.linear(inputs, weight.mT if transposed else weight)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         _, packed, tables, *ctx.options = inputs
         ctx.save_for_backward(packed, tables)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         mode, shape, transposed = ctx.options
-        inputs: Tensor = _Product.apply(grad, *ctx.saved_tensors, mode, shape, not transposed)
+        inputs: torch.Tensor = _Product.apply(grad, *ctx.saved_tensors, mode, shape, not transposed)
         return inputs, None, None, None, None, None
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, ...], inputs: Tensor, packed: Tensor, tables: Tensor, *options: Any
-    ) -> tuple[Tensor, int]:
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        inputs: torch.Tensor,
+        packed: torch.Tensor,
+        tables: torch.Tensor,
+        *options: Any,
+    ) -> tuple[torch.Tensor, int]:
         """All clients share the weight, so their axis is one more axis of rows in the same product."""
         assert in_dims[0] is not None, "only the inputs differ between clients"
-        product: Tensor = _Product.apply(inputs.movedim(in_dims[0], 0), packed, tables, *options)
+        product: torch.Tensor = _Product.apply(inputs.movedim(in_dims[0], 0), packed, tables, *options)
         return product, 0
 
 
-def quantize_frozen(module: nn.Module, mode: Mode, layers: Names) -> None:
+def quantize_frozen(module: torch.nn.Module, mode: Mode, layers: Names) -> None:
     """Quantize the weights of linear layers, in place. Layers that an adapter of PEFT already wraps are found too.
 
     Args:
@@ -101,13 +110,13 @@ def quantize_frozen(module: nn.Module, mode: Mode, layers: Names) -> None:
     """
     tables = _tables()
     for path, part in list(module.named_modules()):
-        if isinstance(part, nn.Linear) and f"{path}.weight".replace(".base_layer.", ".") in layers:
+        if isinstance(part, torch.nn.Linear) and f"{path}.weight".replace(".base_layer.", ".") in layers:
             packed = quantize(part.weight.data, mode)
             part.__class__ = QuantizedLinear
             assert isinstance(part, QuantizedLinear)
             part.mode = mode
             part.register_buffer("tables", tables.to(packed.device), persistent=False)
-            own_parameters(part)["weight"] = nn.Parameter(packed, requires_grad=False)
+            own_parameters(part)["weight"] = torch.nn.Parameter(packed, requires_grad=False)
 
 
 def quantizable(model: str, module: Any, frozen_names: Names) -> Names:
@@ -144,12 +153,12 @@ def _linear_weights(module: Any) -> Names:
     tags = tags_of(module)
     paths = list(module.named_parameters(remove_duplicate=False))
     uses = Counter(id(value) for _, value in paths)
-    linear = {f"{path}.weight" for path, part in module.named_modules() if isinstance(part, nn.Linear)}
+    linear = {f"{path}.weight" for path, part in module.named_modules() if isinstance(part, torch.nn.Linear)}
     own = {name for name, value in paths if name in linear and uses[id(value)] == 1}
     return frozenset(name for name in own if not {"head", "embedding"} & tags[name])
 
 
-def quantize(weight: Tensor, mode: Mode) -> Tensor:
+def quantize(weight: torch.Tensor, mode: Mode) -> torch.Tensor:
     """Return the codes and scales of a weight (out, in) as one vector of bytes."""
     if mode == "8bit":
         scales = weight.float().abs().amax(1)
@@ -167,7 +176,9 @@ def quantize(weight: Tensor, mode: Mode) -> Tensor:
     return torch.cat(list(_parts(codes[::2] << 4 | codes[1::2], outer, offset.reshape(1), inner)))
 
 
-def dequantize(packed: Tensor, tables: Tensor, mode: Mode, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def dequantize(
+    packed: torch.Tensor, tables: torch.Tensor, mode: Mode, shape: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
     """Return a weight (out, in) from its codes and scales. The scales are applied in float32."""
     out, into = shape
     if mode == "8bit":
@@ -183,7 +194,7 @@ def dequantize(packed: Tensor, tables: Tensor, mode: Mode, shape: tuple[int, int
     return values.flatten()[: out * into].view(out, into)
 
 
-def dequantized(module: nn.Module, state: Tensors, dtype: torch.dtype) -> Tensors:
+def dequantized(module: torch.nn.Module, state: Tensors, dtype: torch.dtype) -> Tensors:
     """Return a state dict with every quantized weight as a plain one of this dtype."""
     layers = {f"{path}.weight": part for path, part in module.named_modules() if isinstance(part, QuantizedLinear)}
     return {name: layers[name].dequantized(dtype) if name in layers else value for name, value in state.items()}
@@ -197,7 +208,7 @@ def stored_bytes(mode: Mode, out: int, into: int) -> int:
     return blocks * BLOCK // 2 + 4 * -(-blocks // SCALE_BLOCK) + 4 + _padded(blocks)
 
 
-def dynamic_code_book() -> Tensor:
+def dynamic_code_book() -> torch.Tensor:
     """Return the 256 values of bitsandbytes' dynamic 8-bit type: seven decades with ever more values in each."""
     values = [0.0, 1.0]
     for exponent in range(7):
@@ -207,7 +218,7 @@ def dynamic_code_book() -> Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32)
 
 
-def _tables() -> Tensor:
+def _tables() -> torch.Tensor:
     """Return what a byte stands for, (256, 3): the two NF4 values of a pair of codes, and the value of a scale's code.
 
     A buffer and not a constant, because a CUDA graph cannot capture a copy from the host.
@@ -216,7 +227,7 @@ def _tables() -> Tensor:
     return torch.stack([book[byte >> 4], book[byte & 15], dynamic_code_book()], 1)
 
 
-def _nearest(values: Tensor, scales: Tensor, code_book: Tensor) -> Tensor:
+def _nearest(values: torch.Tensor, scales: torch.Tensor, code_book: torch.Tensor) -> torch.Tensor:
     """Return the index of the nearest entry of the code book to each value (block, value) over its block's scale."""
     ends, found = (code_book[:-1] + code_book[1:]) / 2, []
     for part, scale in zip(values.split(CHUNK), scales.split(CHUNK), strict=True):
@@ -225,7 +236,7 @@ def _nearest(values: Tensor, scales: Tensor, code_book: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def _blocks(values: Tensor, size: int) -> Tensor:
+def _blocks(values: torch.Tensor, size: int) -> torch.Tensor:
     """Return a vector in rows of this size, the last one padded with zeros."""
     return functional.pad(values, (0, -len(values) % size)).view(-1, size)
 
@@ -234,16 +245,16 @@ def _padded(count: int) -> int:
     return -(-count // 4) * 4  # so that a float32 may follow
 
 
-def _parts(*values: Tensor) -> Iterator[Tensor]:
+def _parts(*values: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield tensors as bytes, padded so that each starts where a float32 can."""
     for value in values:
         data = value.contiguous().flatten().view(torch.uint8)
         yield functional.pad(data, (0, _padded(len(data)) - len(data)))
 
 
-def _split(packed: Tensor, kinds: list[tuple[int, torch.dtype]]) -> list[Tensor]:
+def _split(packed: torch.Tensor, kinds: list[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
     """Return the parts of a vector of bytes: for each kind, so many elements of a dtype."""
-    found: list[Tensor] = []
+    found: list[torch.Tensor] = []
     start = 0
     for count, dtype in kinds:
         size = count * dtype.itemsize

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+import torch
 
 from partita.core.model import Output, layer_number
 from partita.core.tensors import Names, Tensors
@@ -34,19 +34,19 @@ def skip_layers(model: FunctionalModel, without: Names) -> FunctionalModel:
 @dataclass(frozen=True, eq=False)
 class _SkippingForward:
     forward: Callable[[Any, Tensors], Output]
-    layers: tuple[nn.Module, ...]
+    layers: tuple[torch.nn.Module, ...]
 
     def __call__(self, module: Any, inputs: Tensors) -> Output:
         with patched_forward(self.layers, _identity):
             return self.forward(module, inputs)
 
 
-def _identity(states: Tensor, *_: Any, **__: Any) -> Tensor:
+def _identity(states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return states
 
 
 @contextmanager
-def patched_forward(parts: Sequence[nn.Module], forward: Callable[..., Tensor]) -> Iterator[None]:
+def patched_forward(parts: Sequence[torch.nn.Module], forward: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Replace the forward method of `parts` by `forward` inside the block."""
     before = [vars(part).get("forward") for part in parts]
     for part in parts:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
@@ -14,7 +13,9 @@ from partita.core.tensors import Tensors
 from partita.models.vmap_layers import Linear
 
 PARTS, LEAVES = ("query", "key", "value"), ("weight", "bias")
-Outputs = tuple[Tensor, Tensor, Tensor]  # which outputs of the fused projection are queries, keys and values
+Outputs = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor
+]  # which outputs of the fused projection are queries, keys and values
 
 
 def _thirds(attention: Any, count: int) -> Outputs:
@@ -50,17 +51,17 @@ FUSED: dict[str, tuple[str, Callable[[Any, int], Outputs]]] = {
 }
 
 
-class Part(nn.Module):
+class Part(torch.nn.Module):
     """The parameters of the queries, the keys or the values. Not a layer: the three are computed in one matmul.
 
     Attributes:
         size: The number of outputs and of inputs.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, transposed: bool) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight.clone())
-        self.bias = None if bias is None else nn.Parameter(bias.clone())
+        self.weight = torch.nn.Parameter(weight.clone())
+        self.bias = None if bias is None else torch.nn.Parameter(bias.clone())
         self.size = tuple(reversed(weight.shape)) if transposed else tuple(weight.shape)
 
 
@@ -72,7 +73,7 @@ class Conv1DPart(Conv1D):
     """A part as a layer of its own, whose weight is (in, out)."""
 
 
-class SplitQKV(nn.Module):
+class SplitQKV(torch.nn.Module):
     """Replaces a fused Conv1D or nn.Linear. It computes the same in one matmul, unless its parts are separated.
 
     Args:
@@ -84,7 +85,7 @@ class SplitQKV(nn.Module):
         order: The place of each output of the fused projection among those of the parts; None if it is the same.
     """
 
-    def __init__(self, fused: Conv1D | nn.Linear, outputs: Outputs) -> None:
+    def __init__(self, fused: Conv1D | torch.nn.Linear, outputs: Outputs) -> None:
         super().__init__()
         self.transposed = isinstance(fused, Conv1D)  # its weight is (in, out)
         self.has_bias = fused.bias is not None
@@ -111,7 +112,7 @@ class SplitQKV(nn.Module):
             else:
                 part.__class__, part.out_features, part.in_features = LinearPart, out, into
 
-    def forward(self, state: Tensor) -> Tensor:  # (example, token, width)
+    def forward(self, state: torch.Tensor) -> torch.Tensor:  # (example, token, width)
         if self.separated:
             joined = torch.cat([self.get_submodule(name)(state) for name in PARTS], -1)
             return joined if self.order is None else joined.index_select(-1, self.order.to(joined.device))
@@ -121,7 +122,7 @@ class SplitQKV(nn.Module):
         assert bias is not None, "a Conv1D has a bias"
         return torch.addmm(bias, state.flatten(0, 1), weight).unflatten(0, state.shape[:2])
 
-    def fused(self, leaf: str, values: dict[str, Tensor] | None = None) -> Tensor:
+    def fused(self, leaf: str, values: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """Return the fused weight or bias.
 
         Args:
@@ -139,19 +140,19 @@ def split(module: Any) -> None:
     name, outputs = FUSED.get(str(module.config.model_type), ("", _thirds))
     for part in list(module.modules()):
         fused = getattr(part, name, None) if name else None
-        if isinstance(fused, Conv1D | nn.Linear):
+        if isinstance(fused, Conv1D | torch.nn.Linear):
             count = fused.nf if isinstance(fused, Conv1D) else fused.out_features
             setattr(part, name, SplitQKV(fused, outputs(part, count)))
 
 
-def fused_name(module: nn.Module, name: str) -> str:
+def fused_name(module: torch.nn.Module, name: str) -> str:
     """Return the name of a parameter before `split`: that of the fused projection for one of its parts."""
     path, _, leaf = name.rpartition(".")
     owner, _, part = path.rpartition(".")
     return f"{owner}.{leaf}" if part in PARTS and isinstance(module.get_submodule(owner), SplitQKV) else name
 
 
-def join(module: nn.Module, state: Tensors) -> Tensors:
+def join(module: torch.nn.Module, state: Tensors) -> Tensors:
     """Return the state dict with fused projections, in the names and shapes of transformers."""
     joined = dict(state)
     for path, part in module.named_modules():

@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from transformers import BertTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.models.adapter import without_logs
-from partita.models.pretrained import seeded
 from partita.models.tiny_encoder import SPECIAL
 
 ROLES = ("[SYSTEM]", "[USER]", "[ASSISTANT]", "[TOOL]")  # tokens that start a turn

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from transformers import BertConfig, BertModel, BertTokenizer
 
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.models.adapter import without_logs
-from partita.models.pretrained import seeded
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from transformers import BertTokenizer, T5Config, T5ForConditionalGeneration
 
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.models.adapter import without_logs
-from partita.models.pretrained import seeded
 from partita.models.tiny_encoder import SPECIAL
 
 

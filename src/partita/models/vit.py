@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from transformers import ViTConfig, ViTForImageClassification
+from typing import TYPE_CHECKING, Annotated, Any
 
 from partita.core import memory
 from partita.core.options import Count, Range
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.models import ModelError
-from partita.models.adapter import FunctionalModel, from_module
-from partita.models.pretrained import check_has_images, processor_of, seeded, set_labels
+from partita.models.from_task import check_has_images, processor_of, set_labels
 from partita.tasks import TaskInfo
+
+if TYPE_CHECKING:
+    from partita.models.adapter import FunctionalModel
 
 
 def vit(
@@ -33,6 +33,9 @@ def vit(
             image size.
         SizeError: If the model would not fit into memory.
     """
+    from partita.models.adapter import from_module
+    from partita.models.vision_transformer import Config, VisionTransformer
+
     check_has_images(task)
     if width % heads:
         fit = -(-width // heads) * heads
@@ -45,7 +48,7 @@ def vit(
     numbers += width * (tokens + task.channels * patch**2 + len(task.classes))
     remedy = "lower model.layers, model.width or model.mlp_ratio"
     memory.require(4 * numbers, f"a vit of {layers} layers of width {width}", remedy)
-    config = ViTConfig(
+    config = Config(
         hidden_size=width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
@@ -56,5 +59,5 @@ def vit(
     )
     set_labels(config, task)
     with seeded(key):
-        module = ViTForImageClassification(config)
+        module: Any = VisionTransformer(config)
     return from_module("vit", module, frozen, kind=task.kind, processor=processor_of(task))

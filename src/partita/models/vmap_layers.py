@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
 from torch.nn import functional
 
 from partita.core.torch_private import is_batchedtensor
 
 
-class Linear(nn.Linear):
+class Linear(torch.nn.Linear):
     """nn.Linear that keeps the autocast dtype under vmap."""
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return _linear(inputs, self.weight, self.bias)
 
 
-class LinearPatchEmbedding(nn.Conv2d):
+class LinearPatchEmbedding(torch.nn.Conv2d):
     """A convolution with non-overlapping windows, computed as a linear layer on each window.
 
     vmap turns the clients' convolutions into one grouped convolution, which is many times slower than a batched matmul.
     """
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         height, width = self.kernel_size
         rows, columns = pixels.shape[-2] // height, pixels.shape[-1] // width
         windows = (
@@ -34,16 +33,16 @@ class LinearPatchEmbedding(nn.Conv2d):
         return _linear(windows, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
-def use_vmap_layers(module: nn.Module) -> None:
+def use_vmap_layers(module: torch.nn.Module) -> None:
     """Replace the layers of a module in place. Parameters keep their names and values."""
     for part in module.modules():
-        if type(part) is nn.Linear:
+        if type(part) is torch.nn.Linear:
             part.__class__ = Linear
-        elif type(part) is nn.Conv2d and _has_disjoint_windows(part):
+        elif type(part) is torch.nn.Conv2d and _has_disjoint_windows(part):
             part.__class__ = LinearPatchEmbedding
 
 
-def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Linear layer that casts the bias itself: under vmap, autocast misses it and later layers would run in float32."""
     batched = torch.compiler.is_compiling() or is_batchedtensor(inputs) or is_batchedtensor(weight)
     autocasts = not inputs.is_meta and torch.is_autocast_enabled(inputs.device.type)
@@ -55,6 +54,11 @@ def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return functional.linear(inputs, weight, bias)
 
 
-def _has_disjoint_windows(part: nn.Conv2d) -> bool:
+def _has_disjoint_windows(part: torch.nn.Conv2d) -> bool:
     plain = part.groups == 1 and part.dilation == (1, 1) and part.padding in ((0, 0), "valid")
     return plain and part.kernel_size == part.stride
+
+
+def is_layer(part: torch.nn.Module) -> bool:
+    """Whether a module is a layer of a Transformer: transformers and `vision_transformer` mark them by their class."""
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(part).__mro__)

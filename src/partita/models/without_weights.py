@@ -15,7 +15,7 @@ from partita.models import ModelError
 from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import is_known
 from partita.models.lifting import why_one_by_one
-from partita.models.pretrained import check_kind, config_for, load_config, without_values
+from partita.models.loading import check_kind, config_for, load_config, without_values
 from partita.tasks import KINDS, Normalization, TaskKind
 
 TOKENS = 8  # of the texts that the forward pass is tried on

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.nn import functional
 
 from partita.core.batch_schedule import count_steps
@@ -38,11 +37,13 @@ class Canaries:
     rows in the table and is masked, because the number of examples or groups is public.
     """
 
-    places: dict[str, Tensor]  # row indices of the canaries by client
-    coins: dict[str, Tensor]  # bool by client: whether each canary is included
+    places: dict[str, torch.Tensor]  # row indices of the canaries by client
+    coins: dict[str, torch.Tensor]  # bool by client: whether each canary is included
     mislabeled: bool  # canaries have wrong targets, so that only the canary itself can teach them
     classes: int = 0
-    owners: dict[str, Tensor] = field(default_factory=dict)  # the canary of each row in `places`, if they are groups
+    owners: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # the canary of each row in `places`, if they are groups
 
     @property
     def included(self) -> NDArray[np.bool_]:
@@ -56,7 +57,7 @@ class Canaries:
         }
         return replace(self, coins=coins)
 
-    def owners_of(self, client: str) -> Tensor:
+    def owners_of(self, client: str) -> torch.Tensor:
         """Return the canary of each row in `places`, (row,)."""
         return self.owners.get(client, torch.arange(len(self.places[client])))
 
@@ -99,7 +100,7 @@ def choose_canaries(population: Population, count: int, key: Key, classes: int =
     return Canaries(rows, {}, classes > 1, classes, owners).redraw(key / "coins")
 
 
-def _numbered(examples: Examples) -> Tensor:
+def _numbered(examples: Examples) -> torch.Tensor:
     """Return the group of each example, numbered from 0, (example,)."""
     return torch.from_numpy(number_groups(groups_of(examples).numpy()))
 
@@ -109,24 +110,24 @@ class _CanaryExamples:
     """A client's examples with the excluded canaries masked out."""
 
     examples: Examples
-    places: Tensor
-    coins: Tensor
+    places: torch.Tensor
+    coins: torch.Tensor
     canaries: Canaries
-    owners: Tensor | None = None  # the canary of each place; None if each place is a canary
+    owners: torch.Tensor | None = None  # the canary of each place; None if each place is a canary
 
     @property
-    def groups(self) -> Tensor | None:
+    def groups(self) -> torch.Tensor | None:
         """The group of each example, (example,); None if there are none."""
         return getattr(self.examples, "groups", None)
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    def lengths(self, indices: Tensor) -> Tensor | None:
+    def lengths(self, indices: torch.Tensor) -> torch.Tensor | None:
         """Return the number of tokens of each example, (example,); None if the examples are not texts."""
         return text_lengths(self.examples, indices)
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         batch = self.examples.take(indices)
         here = (indices.unsqueeze(1) == self.places).nonzero()  # (match, 2): index in the batch, index of the canary
         mask = torch.ones(len(indices)) if batch.mask is None else batch.mask.clone()
@@ -143,7 +144,7 @@ class _CanaryExamples:
         batch = self.examples.take(self.places)
         return Batch(batch.inputs, self._targets(batch.targets, torch.arange(len(self.places))))
 
-    def _targets(self, targets: Tensor, here: Tensor) -> Tensor:
+    def _targets(self, targets: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
         if not self.canaries.mislabeled:
             return targets
         mislabeled = targets.clone()
@@ -181,7 +182,7 @@ class Eavesdropper:
     model: Model
     engine: Engine
     canary_population: CanaryPopulation
-    scores_by_client: dict[str, Tensor] = field(default_factory=dict)  # each (trust, canary)
+    scores_by_client: dict[str, torch.Tensor] = field(default_factory=dict)  # each (trust, canary)
 
     def clients(self) -> Sequence[str]:
         return self.engine.clients()
@@ -234,11 +235,11 @@ class Eavesdropper:
 def canary_scores(
     model: Model,
     params: Tensors,
-    delta: Mapping[str, Tensor],
+    delta: Mapping[str, torch.Tensor],
     table: _CanaryExamples,
     noise: float,
     private: DPSGDSettings | None,
-) -> Tensor:
+) -> torch.Tensor:
     """Score how much of a client's step each canary explains, by ridge regression on all units' gradients.
 
     The attacker knows all examples but not the coin flips. Units are examples, or groups if canaries are groups. The
@@ -280,18 +281,18 @@ def canary_scores(
     inner, along = gradients @ gradients.T, gradients @ (step / step.norm().clamp(min=1e-30))
     unit = torch.eye(len(gradients), device=gradients.device)
     shares = torch.stack([torch.linalg.solve(inner + (trust * noise + RIDGE) * unit, along) for trust in TRUST])
-    canary_shares: Tensor = shares[:, _places_of_canaries(table).to(shares.device)]
+    canary_shares: torch.Tensor = shares[:, _places_of_canaries(table).to(shares.device)]
     return canary_shares.cpu()
 
 
-def _by_group(table: _CanaryExamples, gradients: Tensor, mean: bool) -> Tensor:
+def _by_group(table: _CanaryExamples, gradients: torch.Tensor, mean: bool) -> torch.Tensor:
     """Return the sum or mean of the gradients of each group, (group, number)."""
     groups = _numbered(table).to(gradients.device)
     total = gradients.new_zeros(int(groups.max()) + 1, gradients.shape[1]).index_add_(0, groups, gradients)
     return total / torch.bincount(groups).unsqueeze(1) if mean else total
 
 
-def _places_of_canaries(table: _CanaryExamples) -> Tensor:
+def _places_of_canaries(table: _CanaryExamples) -> torch.Tensor:
     """Return the place of each canary among the client's units, (canary,)."""
     if table.owners is None:
         return table.places
@@ -299,7 +300,7 @@ def _places_of_canaries(table: _CanaryExamples) -> Tensor:
     return _numbered(table)[table.places[first]]
 
 
-def gradients_of(model: Model, params: Tensors, names: Sequence[str], batch: Batch) -> Iterator[Tensor]:
+def gradients_of(model: Model, params: Tensors, names: Sequence[str], batch: Batch) -> Iterator[torch.Tensor]:
     """Yield per-example gradients over all the names, (example, element), one chunk of examples at a time.
 
     Args:
@@ -312,7 +313,7 @@ def gradients_of(model: Model, params: Tensors, names: Sequence[str], batch: Bat
     rest = {name: value for name, value in params.items() if name not in live}
     device = next(iter(live.values())).device
 
-    def of_one(live: Tensors, inputs: Tensors, target: Tensor) -> Tensor:
+    def of_one(live: Tensors, inputs: Tensors, target: torch.Tensor) -> torch.Tensor:
         out = model({**rest, **live}, {name: value.unsqueeze(0) for name, value in inputs.items()})
         return model.losses(out, target.unsqueeze(0)).sum()
 
@@ -323,7 +324,7 @@ def gradients_of(model: Model, params: Tensors, names: Sequence[str], batch: Bat
         yield torch.nan_to_num(torch.cat([grads[name].flatten(1) for name in names], dim=1))
 
 
-def gradient_cosines(model: Model, params: Tensors, delta: Mapping[str, Tensor], batch: Batch) -> Tensor:
+def gradient_cosines(model: Model, params: Tensors, delta: Mapping[str, torch.Tensor], batch: Batch) -> torch.Tensor:
     """Return the cosine between each example's gradient and the negative update, (example,)."""
     names = sorted(delta)
     step = -torch.cat([delta[name].flatten() for name in names])
@@ -358,6 +359,6 @@ def canary_losses(model: Model, params: Tensors, canary_population: CanaryPopula
     return np.asarray(torch.cat(losses).numpy(), float)
 
 
-def _losses(model: Model, params: Tensors, batch: Batch, device: torch.device) -> Tensor:
+def _losses(model: Model, params: Tensors, batch: Batch, device: torch.device) -> torch.Tensor:
     out = model(params, {name: value.to(device) for name, value in batch.inputs.items()})
     return model.losses(out, batch.targets.to(device)).float().cpu()

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from partita.core.batch_schedule import BatchSchedule
 from partita.core.client import ClientRound, ClientState, begin_round
@@ -64,7 +63,9 @@ class GradientRecorder:
     def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, step_counts: Mapping[str, int]) -> None:
         self.blocks[-1][1].append({name: value.detach().cpu() for name, value in grads.items()})
 
-    def capturable_step(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, step_counts: Tensors) -> None:
+    def capturable_step(
+        self, params: Tensors, grads: Tensors, state: Slots, lr: torch.Tensor, step_counts: Tensors
+    ) -> None:
         raise NotImplementedError("an audit replays steps without CUDA graphs")
 
     def block(self, work: PhaseWork) -> PhaseTrainer:

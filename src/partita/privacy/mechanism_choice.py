@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from scipy.stats import ks_2samp
-from torch import Tensor
 
 from partita.core.client import ClientState, begin_round
 from partita.core.client_rule import ClientRule, PrivacyRelease
@@ -39,7 +38,7 @@ class Repeated:
     def __len__(self) -> int:
         return self.count
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         return self.examples.take(torch.zeros_like(indices))
 
 
@@ -75,7 +74,7 @@ def _collect_scores(
     """Collect reported unit vectors, (choice, layer). Choices come from artificial clients, each with its own draws."""
     layers, boosted_layer = layer_tags(model), ""
 
-    def attention(params: object, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
+    def attention(params: object, batch: Batch, tokens: TokenChoice) -> dict[str, torch.Tensor]:
         zero = torch.zeros(len(batch.targets), 1)
         return {layer: zero + LARGE_FACTOR * (layer == boosted_layer) for layer in layers}
 

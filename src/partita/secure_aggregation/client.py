@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from partita.secure_aggregation.encoding import (
     ProtocolError,
@@ -118,7 +117,7 @@ class SecureClient:
         self._advance(ADVERTISED)
         return write_sealed(sealed)
 
-    def mask(self, inbox: bytes, vector: Tensor) -> bytes:
+    def mask(self, inbox: bytes, vector: torch.Tensor) -> bytes:
         """Return the masked vector.
 
         Args:

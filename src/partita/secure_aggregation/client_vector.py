@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from partita.core import chacha
 from partita.core.client_noise import ClientNoise
@@ -38,7 +37,7 @@ def check_room(client_noise: ClientNoise, fixed_point: FixedPoint) -> None:
         )
 
 
-def client_vector(run: Run, setup: RoundSetup, update: Update, attempt: str | None = None) -> Tensor:
+def client_vector(run: Run, setup: RoundSetup, update: Update, attempt: str | None = None) -> torch.Tensor:
     """Return the vector of a client's update, with the client's noise if the run has any.
 
     Args:
@@ -66,7 +65,7 @@ def client_vector(run: Run, setup: RoundSetup, update: Update, attempt: str | No
     return vector
 
 
-def add_noise(values: Tensor, client_noise: ClientNoise, fixed_point: FixedPoint, key: Key) -> Tensor:
+def add_noise(values: torch.Tensor, client_noise: ClientNoise, fixed_point: FixedPoint, key: Key) -> torch.Tensor:
     """Return the values of a clipped update with noise, modulo 2**bits.
 
     Args:
@@ -81,7 +80,7 @@ def add_noise(values: Tensor, client_noise: ClientNoise, fixed_point: FixedPoint
     return bounded + torch.from_numpy(wrapped)
 
 
-def bound_norm(values: Tensor, limit: float) -> Tensor:
+def bound_norm(values: torch.Tensor, limit: float) -> torch.Tensor:
     """Return integers with an L2 norm of at most `limit`: the values themselves, or scaled towards 0.
 
     Updates are clipped before, in float32. This makes the bound exact.

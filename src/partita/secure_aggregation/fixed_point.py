@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import Aggregate, Update
@@ -22,7 +21,6 @@ from partita.secure_aggregation.encoding import ProtocolError
 
 DELTA = "delta"
 WEIGHT, LOSS, NUMBERS = 0, 1, 2  # places of the weight and of weight times loss, and how many such places there are
-_TYPES = {32: torch.int32, 64: torch.int64}
 
 
 class OutOfRange(ProtocolError):
@@ -47,7 +45,9 @@ class Layout:
         return NUMBERS + sum(math.prod(shape) for _, _, shape in self.entries)
 
 
-def layout_of(delta: Mapping[str, Tensor], slots: Mapping[str, Mapping[str, Tensor]], with_loss: bool) -> Layout:
+def layout_of(
+    delta: Mapping[str, torch.Tensor], slots: Mapping[str, Mapping[str, torch.Tensor]], with_loss: bool
+) -> Layout:
     """Return the layout of updates with these names and shapes.
 
     Args:
@@ -104,7 +104,7 @@ class FixedPoint:
     @property
     def dtype(self) -> torch.dtype:
         """The type of a vector."""
-        return _TYPES[self.bits]
+        return torch.int32 if self.bits == 32 else torch.int64
 
     def resolution(self, clients: int, weight: float) -> float:
         """Return the largest error of a mean, beside the rounding of float64.
@@ -115,7 +115,7 @@ class FixedPoint:
         """
         return clients * 0.5 / self.scale / weight
 
-    def encode(self, update: Update, layout: Layout) -> Tensor:
+    def encode(self, update: Update, layout: Layout) -> torch.Tensor:
         """Return the vector of an update, on the CPU.
 
         Raises:
@@ -146,7 +146,7 @@ class FixedPoint:
             start = stop
         return vector
 
-    def decode(self, vector: Tensor, layout: Layout, clients: int, over: float | None = None) -> SecureMean:
+    def decode(self, vector: torch.Tensor, layout: Layout, clients: int, over: float | None = None) -> SecureMean:
         """Return the weighted mean from the sum of `clients` vectors.
 
         Args:
@@ -176,7 +176,7 @@ class FixedPoint:
         loss = float(vector[LOSS]) / self.scale / weight if layout.with_loss else None
         return SecureMean(Aggregate(delta, slots, clients), weight, loss, self.resolution(clients, divisor))
 
-    def _integers(self, what: str, value: Tensor, weight: float) -> Tensor:
+    def _integers(self, what: str, value: torch.Tensor, weight: float) -> torch.Tensor:
         numbers = value.detach().cpu().double().flatten()
         largest = float(numbers.abs().max()) if len(numbers) else 0.0
         if not largest <= self.max_value:  # also refuses NaN
@@ -208,7 +208,7 @@ class SecureMean:
     resolution: float
 
 
-def cast_like(mean: Aggregate, like: Mapping[str, Tensor]) -> Aggregate:
+def cast_like(mean: Aggregate, like: Mapping[str, torch.Tensor]) -> Aggregate:
     """Return the mean with the types and devices that a mean in clear has: float32, or float64 where `like` has it.
 
     Args:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from partita.core.chacha import stream_pieces
 
 
-def add_mask(vector: Tensor, key: bytes, sign: Literal[1, -1]) -> None:
+def add_mask(vector: torch.Tensor, key: bytes, sign: Literal[1, -1]) -> None:
     """Add the mask of a key to a vector of integers on the CPU, in place, or subtract it.
 
     Integers wrap around: the modulus is 2**32 or 2**64 by the vector's type. The same key gives the same mask.

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from partita.core import serialization
 from partita.secure_aggregation.encoding import ProtocolError, read_message, read_name, records, write_message
@@ -115,12 +114,12 @@ def read_sealed(data: bytes) -> dict[str, bytes]:
     return _distinct([(read_name(name), sealed) for name, sealed in pairs])
 
 
-def write_vector(vector: Tensor) -> bytes:
+def write_vector(vector: torch.Tensor) -> bytes:
     """Encode a masked vector."""
     return serialization.save({VECTOR: vector})
 
 
-def read_vector(data: bytes, length: int, dtype: torch.dtype) -> Tensor:
+def read_vector(data: bytes, length: int, dtype: torch.dtype) -> torch.Tensor:
     """Decode a masked vector.
 
     Raises:

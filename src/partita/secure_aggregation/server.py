@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from partita.secure_aggregation.client import OWN_MASK
 from partita.secure_aggregation.encoding import ProtocolError, TooFewClients
@@ -51,7 +50,7 @@ class SecureServer:
         self._groups: Groups | None = None
         self._sealed: dict[str, dict[str, bytes]] = {}  # sender -> receiver -> sealed shares
         self._masked: list[str] = []
-        self._total: Tensor | None = None
+        self._total: torch.Tensor | None = None
         self._unmasked: dict[str, UnmaskedShares] = {}
         self._closed: set[Stage] = set()
 
@@ -153,7 +152,7 @@ class SecureServer:
             raise ProtocolError(f"{client} sent shares without having sent a vector")
         self._unmasked[client] = UnmaskedShares.from_bytes(data)
 
-    def sum(self) -> Tensor:
+    def sum(self) -> torch.Tensor:
         """Return the sum of the survivors' vectors: recover the masks that did not cancel, and take them off.
 
         Raises:

@@ -17,7 +17,7 @@ import torch
 
 from partita.core import memory, serialization
 from partita.core.client import ClientState
-from partita.core.serialization import DTYPES
+from partita.core.serialization import DTYPES, code_of
 from partita.core.tensors import Slots, Tensors, all_zero
 from partita.storage.atomic_files import (
     DamageError,
@@ -172,8 +172,8 @@ def _pack(slots: Slots, client: str) -> bytes:
     zeros: list[tuple[str, str, str, list[int]]] = []
     for slot, part in slots.items():
         for name, value in part.items():
-            if value.dtype in DTYPES and all_zero(value):
-                zeros.append((slot, name, DTYPES[value.dtype], list(value.shape)))
+            if (code := code_of(value.dtype)) and all_zero(value):
+                zeros.append((slot, name, code, list(value.shape)))
             else:
                 stored.setdefault(slot, {})[name] = value
     # One entry: the order of several would differ from file to file, and with it the digest.
@@ -188,7 +188,7 @@ def _about(data: bytes) -> dict[str, Any]:
 
 def _unpack(data: bytes) -> dict[str, Tensors]:
     slots = serialization.unpack(data)
-    types = {code: dtype for dtype, code in DTYPES.items()}
+    types = {code: getattr(torch, name) for name, code in DTYPES.items()}
     zeros = _about(data)["zeros"]
     total = sum(math.prod(shape) * types[code].itemsize for _, _, code, shape in zeros)
     memory.require(total, "the state", "it promises more zeros than a client can have")

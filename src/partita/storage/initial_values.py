@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor
+import torch
 
 from partita.core import tensors
 from partita.core.server_rule import Server
@@ -28,7 +28,7 @@ class InitialValues:
         self._values = flatten(server)
         self._digests: dict[str, str] = {}
 
-    def split(self, current: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, str]]:
+    def split(self, current: Mapping[str, torch.Tensor]) -> tuple[Tensors, dict[str, str]]:
         """Separate the tensors that have changed from those that have not.
 
         Args:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
-from torch import Tensor
+import torch
 
 from partita.evaluation.answers import Answers, Choices
 from partita.evaluation.generation import GeneratedText
@@ -21,7 +21,7 @@ Head = Literal["image", "text", "tokens", "lm", "seq2seq", "segmentation"]
 Outputs = Literal["classes", "numbers", "vocabulary"]
 ProblemType = Literal["multi_label_classification", "regression"]
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation, per channel or one for all
-Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, targets) -> (example,)
+Loss: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"  # (logits, targets) -> (example,)
 
 
 @dataclass(frozen=True)

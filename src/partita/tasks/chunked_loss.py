@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from partita.core.data import IGNORE_INDEX
 from partita.core.layer_compiler import layer_compiler
@@ -29,7 +27,7 @@ COMPILED_CHUNK = 2**28  # the same where the loss is compiled, which needs a thi
 KEPT_BYTES = 2**31  # size of the gradient of a block's logits, up to which it is kept for the backward pass
 
 
-def linear_cross_entropy(out: HeadOutput, targets: Tensor) -> Tensor:
+def linear_cross_entropy(out: HeadOutput, targets: torch.Tensor) -> torch.Tensor:
     """Return `token_cross_entropy` of an output, up to rounding.
 
     Args:
@@ -46,13 +44,13 @@ def linear_cross_entropy(out: HeadOutput, targets: Tensor) -> Tensor:
     return mean_over_tokens(per_token.unflatten(0, targets.shape), targets)
 
 
-def _of_one(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def _of_one(states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the loss of each token, for states (token, width) and targets (token,)."""
-    losses: Tensor = _Chunks.apply(states.unsqueeze(0), weight.unsqueeze(0), targets.unsqueeze(0))
+    losses: torch.Tensor = _Chunks.apply(states.unsqueeze(0), weight.unsqueeze(0), targets.unsqueeze(0))
     return losses.squeeze(0)
 
 
-def _of_block(values: Sequence[Tensor], dims: Sequence[int | None]) -> tuple[Tensor]:
+def _of_block(values: Sequence[torch.Tensor], dims: Sequence[int | None]) -> tuple[torch.Tensor]:
     """`_of_one` for all clients of a block. Clients with the same head are one client with all their tokens."""
     clients = next(value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None)
     states, weight, targets = (
@@ -69,7 +67,7 @@ class _Chunks(torch.autograd.Function):
     """The losses (client, token) from states (client, token, width), weights (client, class, width) and targets."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         device = states.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
         trains, head_trains = ctx.needs_input_grad[:2]
@@ -94,7 +92,7 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         gradients, inputs, head, targets, *kept = ctx.saved_tensors
         of_states = (
             None if gradients is None else (gradients * grad.unsqueeze(-1).to(gradients.dtype)).to(ctx.state_dtype)
@@ -113,7 +111,9 @@ class _Chunks(torch.autograd.Function):
         return of_states, of_head.to(ctx.weight_dtype), None
 
 
-def _chunks(inputs: Tensor, head: Tensor, targets: Tensor, chunk: int) -> zip[tuple[Tensor, Tensor]]:
+def _chunks(
+    inputs: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, chunk: int
+) -> zip[tuple[torch.Tensor, torch.Tensor]]:
     """Yield states and targets of equally many tokens, with at most `chunk` logits."""
     tokens = inputs.shape[1]
     count = -(-tokens * head.shape[0] * head.shape[1] // chunk)
@@ -121,19 +121,19 @@ def _chunks(inputs: Tensor, head: Tensor, targets: Tensor, chunk: int) -> zip[tu
     return zip(inputs.split(size, 1), targets.split(size, 1), strict=True)
 
 
-def _loss_and_gradient() -> tuple[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], int]:
+def _loss_and_gradient() -> tuple[Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], int]:
     """Return `_token_losses`, compiled where layers are, and the number of logits of a chunk."""
     compiler = layer_compiler()
     return (_token_losses, CHUNK) if compiler is None else (compiler(_token_losses), COMPILED_CHUNK)
 
 
-def _token_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _token_losses(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss of each token (..., token), and its gradient by the logits.
 
     A token with IGNORE_INDEX has loss 0, but a gradient.
     """
     index = targets.clamp(min=0).unsqueeze(-1)
-    log_shares = functional.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    log_shares = torch.nn.functional.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     losses = -log_shares.gather(-1, index).squeeze(-1) * (targets != IGNORE_INDEX)
     if torch.compiler.is_compiling():  # a comparison needs no memory of its own
         classes = torch.arange(logits.shape[-1], device=logits.device)

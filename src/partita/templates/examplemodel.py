@@ -6,7 +6,6 @@ import math
 from typing import Annotated
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from partita import Key, Model, Names, Output, Tensors
@@ -48,7 +47,7 @@ class Perceptron(Model):
         state = functional.relu(functional.linear(state, params["hidden.weight"], params["hidden.bias"]))
         return Output(functional.linear(state, params["head.weight"], params["head.bias"]), state)
 
-    def losses(self, out: Output, targets: Tensor) -> Tensor:
+    def losses(self, out: Output, targets: torch.Tensor) -> torch.Tensor:
         return self.kind.loss(out.logits, targets)  # (example,)
 
 

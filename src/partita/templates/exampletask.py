@@ -6,7 +6,6 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from partita import Key
 from partita.core.options import Range
@@ -36,7 +35,7 @@ def exampletask(
     )
 
 
-def _table(key: Key, count: int, noise: float) -> tuple[Table, Tensor]:
+def _table(key: Key, count: int, noise: float) -> tuple[Table, torch.Tensor]:
     """Return the examples and the site of each. Random numbers come from the key, so that a run can be repeated."""
     targets = (key / "targets").permutation(count) % len(CLASSES)  # (row,)
     sites = (key / "sites").permutation(count) % 5

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from torch import Tensor
 
 from partita import Batch, ClientRule, Context, Method, Output, Tensors
 from partita.core.options import Range
@@ -22,7 +21,7 @@ class Pull(ClientRule):
 
     pull: float
 
-    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
+    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> torch.Tensor | None:
         # `params` are the parameters at this step, `ctx.anchor` those at the start of the client's round.
         shared = sorted(ctx.plan.train & ctx.plan.down)
         distances = [((params[name] - ctx.anchor[name]) ** 2).sum() for name in shared]

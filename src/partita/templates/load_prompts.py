@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModel
 
@@ -33,19 +32,19 @@ def load_prompts(folder: str | Path, towers: str | Path | None = None) -> Prompt
     return Prompted(model.eval().requires_grad_(False), load_file(folder / "prompts.safetensors"), about)
 
 
-class Prompted(nn.Module):
+class Prompted(torch.nn.Module):
     """A dual encoder with prompts.
 
     Attributes:
         classes: The class names, in the order of the logits.
     """
 
-    def __init__(self, model: Any, values: dict[str, Tensor], about: dict[str, Any]) -> None:
+    def __init__(self, model: Any, values: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
         super().__init__()
         self.model, self.about, self.classes = model, about, about["classes"]
-        self.values = nn.ParameterDict({name.replace(".", "/"): value for name, value in values.items()})
+        self.values = torch.nn.ParameterDict({name.replace(".", "/"): value for name, value in values.items()})
 
-    def forward(self, pixel_values: Tensor) -> Tensor:
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         own = {name.replace("/", "."): value for name, value in self.values.items()}
         scale, kind = own["logit_scale"].exp(), self.about["kind"]
         if kind == "transport":
@@ -66,14 +65,14 @@ class Prompted(nn.Module):
         logits = scale * image @ texts.mT
         return logits + self.votes(own, image) if kind == "cache" else logits
 
-    def votes(self, own: dict[str, Tensor], image: Tensor) -> Tensor:
+    def votes(self, own: dict[str, torch.Tensor], image: torch.Tensor) -> torch.Tensor:
         """Return what the client's own images say, (example, class): weighted similarities to those in its cache."""
         keys = own["cache.keys"]  # (class, shot, feature); a row of zeros is empty
         cosines = torch.einsum("ef,csf->ecs", image.to(keys.dtype), keys)
         near = ((cosines - 1) * self.about["cache"]["beta"]).exp()
         return own["cache.weight"] * (near * (keys != 0).any(-1)).sum(-1)
 
-    def texts(self, context: Tensor | None) -> Tensor:
+    def texts(self, context: torch.Tensor | None) -> torch.Tensor:
         """Return the features of the class texts, (class, feature), with `context` (token, width) before the name."""
         tower = self.model.text_model
         rows = self.about["template_tokens" if context is None else "name_tokens"]
@@ -85,7 +84,7 @@ class Prompted(nn.Module):
             ids = torch.cat([ids[:, :start], room, ids[:, start:]], 1)[:, :limit]
             mask = torch.cat([torch.ones_like(room), mask], 1)[:, :limit]
 
-            def insert(_: Any, __: Any, states: Tensor) -> Tensor:
+            def insert(_: Any, __: Any, states: torch.Tensor) -> torch.Tensor:
                 own = context.to(states.dtype).expand(len(states), -1, -1)
                 return torch.cat([states[:, :start], own, states[:, start + len(context) :]], 1)
 
@@ -97,12 +96,12 @@ class Prompted(nn.Module):
             if context is not None:
                 hook.remove()
 
-    def image(self, pixel_values: Tensor, prompts: Tensor | None) -> Tensor:
+    def image(self, pixel_values: torch.Tensor, prompts: torch.Tensor | None) -> torch.Tensor:
         """Return image features (example, feature), with prompts (layer, token, width) in the first layers."""
         encoder, first = self.model.vision_model.encoder, self.about["image_tokens"]
         layers = encoder.layers if hasattr(encoder, "layers") else encoder.layer
 
-        def insert(number: int, added: Tensor) -> Any:
+        def insert(number: int, added: torch.Tensor) -> Any:
             def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
                 states = args[0] if args else kwargs["hidden_states"]
                 own = added.to(states.dtype).expand(len(states), -1, -1)
@@ -122,7 +121,7 @@ class Prompted(nn.Module):
             for hook in hooks:
                 hook.remove()
 
-    def patches(self, pixel_values: Tensor) -> Tensor:
+    def patches(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Return the features of the patches, (example, patch, feature)."""
         tower = self.model.vision_model
         states = tower(pixel_values=pixel_values.to(self.model.dtype)).last_hidden_state
@@ -132,7 +131,7 @@ class Prompted(nn.Module):
         projection = getattr(self.model, "visual_projection", None)
         return _features(states if projection is None else projection(states))
 
-    def fuse(self, own: dict[str, Tensor], tower: str) -> Tensor | None:
+    def fuse(self, own: dict[str, torch.Tensor], tower: str) -> torch.Tensor | None:
         """Combine the shared and the client's own prompts of a tower; None if it has none."""
         parts = {owner: own[name] for owner in ("global", "local") if (name := f"prompt.{tower}.{owner}") in own}
         fusion = self.about["fusion"]
@@ -151,7 +150,7 @@ class Prompted(nn.Module):
                 found.append(parts[owner] + scores.softmax(-1) @ (parts[other] @ value.mT) @ output.mT)
         return sum(found[1:], found[0]) / len(found)
 
-    def transport(self, cost: Tensor) -> Tensor:
+    def transport(self, cost: torch.Tensor) -> torch.Tensor:
         """Return the transport plan from patches to texts, (..., patch, text), by Sinkhorn's iterations."""
         options = self.about["transport"]
         patches, texts = cost.shape[-2:]
@@ -163,7 +162,7 @@ class Prompted(nn.Module):
         return left.unsqueeze(-1) * kernel * right.unsqueeze(-2)
 
 
-def _features(found: Any) -> Tensor:
+def _features(found: Any) -> torch.Tensor:
     """Return features in float32 or better. transformers 5 wraps the pooled ones."""
-    features: Tensor = getattr(found, "pooler_output", found)
+    features: torch.Tensor = getattr(found, "pooler_output", found)
     return features.to(torch.promote_types(features.dtype, torch.float32))

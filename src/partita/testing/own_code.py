@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from partita import data
 from partita.core import serialization, tensors
@@ -163,7 +162,7 @@ class SplitTrial:
         return self.split(Key(0))
 
     @cached_property
-    def rows(self) -> dict[str, Tensor]:
+    def rows(self) -> dict[str, torch.Tensor]:
         """The rows of each client."""
         clients = self.federation.clients
         return {client: self.federation.parts[place][0] for place, client in enumerate(clients)}
@@ -213,7 +212,7 @@ class ModelTrial:
     def batch(self) -> Batch:
         return self.task.train.take(torch.arange(min(4, len(self.task.train))))
 
-    def losses(self, params: Tensors, batch: Batch | None = None) -> Tensor:
+    def losses(self, params: Tensors, batch: Batch | None = None) -> torch.Tensor:
         batch = batch or self.batch
         return self.model.losses(self.model(params, batch.inputs), batch.targets)
 
@@ -274,7 +273,7 @@ def _check_vmap(trial: ModelTrial) -> None:
     stacked = {name: torch.stack([params[name] for params in several]) for name in several[0]}
     inputs = {name: torch.stack([value, value]) for name, value in batch.inputs.items()}
 
-    def losses(params: Tensors, inputs: Tensors) -> Tensor:
+    def losses(params: Tensors, inputs: Tensors) -> torch.Tensor:
         return trial.losses(params, replace(batch, inputs=inputs))
 
     together = torch.vmap(losses)(stacked, inputs)  # (client, example)

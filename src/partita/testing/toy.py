@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.nn import functional
 
 from partita.core import tensors
@@ -52,7 +51,7 @@ class ToyTransformer(Model):
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return self._run(params, inputs)[0]
 
-    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
+    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, torch.Tensor]:
         """Return the attention to the first token for each layer. `tokens` is ignored."""
         with torch.no_grad():
             maps = self._run(params, batch.inputs)[1]
@@ -70,13 +69,13 @@ class ToyTransformer(Model):
         """Return (dimension, number of heads) of each projection: one head along dimension 0."""
         return dict.fromkeys(self.names("query", "key", "value"), (0, 1))
 
-    def _run(self, params: Tensors, inputs: Tensors) -> tuple[Output, list[Tensor]]:
+    def _run(self, params: Tensors, inputs: Tensors) -> tuple[Output, list[torch.Tensor]]:
         """Return the output and the attention of each layer: (example, query, key)."""
         maps = []
         state = inputs["x"] @ params["embed.weight"]  # (example, token, width)
         for layer in self.layers:
 
-            def linear(role: str, value: Tensor, layer: int = layer) -> Tensor:
+            def linear(role: str, value: torch.Tensor, layer: int = layer) -> torch.Tensor:
                 name = f"layers.{layer}.{role}"
                 return functional.linear(value, params[f"{name}.weight"], params[f"{name}.bias"])
 
@@ -88,7 +87,7 @@ class ToyTransformer(Model):
         features = state.mean(-2)
         return Output(functional.linear(features, params["head.weight"]), features), maps
 
-    def losses(self, out: Output, targets: Tensor) -> Tensor:
+    def losses(self, out: Output, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(out.logits, targets, reduction="none")
 
 
@@ -96,13 +95,13 @@ class ToyTransformer(Model):
 class ToyExamples:
     """Examples in memory."""
 
-    x: Tensor  # (example, token, feature)
-    y: Tensor  # (example,)
+    x: torch.Tensor  # (example, token, feature)
+    y: torch.Tensor  # (example,)
 
     def __len__(self) -> int:
         return len(self.y)
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         return Batch({"x": self.x[indices]}, self.y[indices])
 
 
@@ -133,7 +132,7 @@ class Float64Model(Model):
     def personal(self, params: Tensors) -> Tensors:
         return self.model.personal(params)
 
-    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, Tensor]:
+    def attention(self, params: Tensors, batch: Batch, tokens: TokenChoice) -> dict[str, torch.Tensor]:
         return self.model.attention(params, batch, tokens)
 
     def skip_layers(self, without: Names) -> Float64Model:
@@ -142,7 +141,7 @@ class Float64Model(Model):
     def head_dimensions(self) -> dict[str, tuple[int, int]]:
         return self.model.head_dimensions()
 
-    def losses(self, out: Output, targets: Tensor) -> Tensor:
+    def losses(self, out: Output, targets: torch.Tensor) -> torch.Tensor:
         return self.model.losses(out, targets)
 
 
@@ -150,7 +149,7 @@ def _with_wide_module(model: Model) -> Model:
     """Return a copy whose frozen parameters are in float64; the model itself if it has none in a module."""
     inner = getattr(model, "base", model)  # of a model with personal copies
     module = getattr(inner, "module", None)
-    if not isinstance(module, nn.Module) or next(module.parameters(), None) is None:
+    if not isinstance(module, torch.nn.Module) or next(module.parameters(), None) is None:
         return model
     wide = deepcopy(model)
     inside: Any = getattr(wide, "base", wide)
@@ -167,7 +166,7 @@ class Float64Examples:
     def __len__(self) -> int:
         return len(self.examples)
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         batch = self.examples.take(indices)
         wide = {name: value.double() if value.is_floating_point() else value for name, value in batch.inputs.items()}
         return Batch(wide, batch.targets)
@@ -193,7 +192,7 @@ class PooledExamples:
     def __len__(self) -> int:
         return len(self.batch.targets)
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         inputs = {name: value[indices] for name, value in self.batch.inputs.items()}
         return Batch(inputs, self.batch.targets[indices])
 

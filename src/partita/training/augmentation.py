@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from partita.core.data import EXAMPLE_SEEDS, Batch
@@ -60,11 +59,11 @@ def augment(batch: Batch, names: Sequence[str]) -> Batch:
     return Batch({**batch.inputs, PIXELS: images.view(pixels.shape)}, moved, batch.mask)
 
 
-def _flip(images: Tensor, draws: Tensor) -> Tensor:
+def _flip(images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     return torch.where(_column(draws[:, 0] < 0.5), images.flip(-1), images)
 
 
-def _crop(images: Tensor, draws: Tensor) -> Tensor:
+def _crop(images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     for dim, draw in ((2, draws[:, 0]), (3, draws[:, 1])):
         side = images.shape[dim]
         reach = max(1, side // CROP)
@@ -75,15 +74,15 @@ def _crop(images: Tensor, draws: Tensor) -> Tensor:
     return images
 
 
-def _rotate(images: Tensor, draws: Tensor) -> Tensor:
+def _rotate(images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     return _warp(images, _rotations(ROTATE * _signed(draws[:, 0])))
 
 
-def _shear(images: Tensor, draws: Tensor) -> Tensor:
+def _shear(images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     return _warp(images, _affine(draws, {(0, 1): SHEAR * _signed(draws[:, 0]), (1, 0): SHEAR * _signed(draws[:, 1])}))
 
 
-def _cutout(images: Tensor, draws: Tensor) -> Tensor:
+def _cutout(images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     inside = []
     for dim, draw in ((2, draws[:, 0]), (3, draws[:, 1])):
         side = images.shape[dim]
@@ -94,30 +93,32 @@ def _cutout(images: Tensor, draws: Tensor) -> Tensor:
     return torch.where(square, images.mean((2, 3), keepdim=True), images)
 
 
-def _contrast(images: Tensor, draws: Tensor) -> Tensor:
+def _contrast(images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     factor = _column(1 + CONTRAST * _signed(draws[:, 0])).to(images.dtype)
     mean = images.mean((2, 3), keepdim=True)
     return mean + (images - mean) * factor
 
 
-def _brightness(images: Tensor, draws: Tensor) -> Tensor:
+def _brightness(images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     step = _column(BRIGHTNESS * _signed(draws[:, 0])).to(images.dtype)
     return images + step * images.std((2, 3), keepdim=True)
 
 
-def _sharpness(images: Tensor, draws: Tensor) -> Tensor:
+def _sharpness(images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     factor = _column(SHARPNESS * _signed(draws[:, 0])).to(images.dtype)
     blurred = functional.avg_pool2d(functional.pad(images, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
     return images + factor * (images - blurred)
 
 
-def _randaugment(images: Tensor, classes: Tensor | None, draws: Tensor) -> tuple[Tensor, Tensor | None]:
+def _randaugment(
+    images: torch.Tensor, classes: torch.Tensor | None, draws: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Change each image by `RANDOM_OPERATIONS` operations that are drawn for it.
 
     The moves come first, as one resampling. Each operation has two draws: which one, and how strong.
     """
     moves = torch.eye(3, device=images.device).expand(len(images), 3, 3)
-    strengths: dict[str, Tensor] = {}
+    strengths: dict[str, torch.Tensor] = {}
     for which, strength in zip(draws[:, 0::2].unbind(1), draws[:, 1::2].unbind(1), strict=True):
         chosen = (which * (len(RANDOM_MOVES) + len(RANDOM_CHANGES) + 1)).long()  # the last one changes nothing
         for place, move in enumerate(RANDOM_MOVES):
@@ -132,7 +133,7 @@ def _randaugment(images: Tensor, classes: Tensor | None, draws: Tensor) -> tuple
     return images, classes
 
 
-def _warp(images: Tensor, moves: Tensor) -> Tensor:
+def _warp(images: torch.Tensor, moves: torch.Tensor) -> torch.Tensor:
     """Sample images (example, channel, height, width) at moved places. Classes are those of the nearest pixel.
 
     Args:
@@ -151,12 +152,12 @@ def _warp(images: Tensor, moves: Tensor) -> Tensor:
     return torch.where(_column(unmoved), images, moved)  # sampling rounds even where nothing moves
 
 
-def _rotations(angles: Tensor) -> Tensor:
+def _rotations(angles: torch.Tensor) -> torch.Tensor:
     cos, sin = angles.cos(), angles.sin()
     return _affine(angles, {(0, 0): cos, (0, 1): -sin, (1, 0): sin, (1, 1): cos})
 
 
-def _affine(like: Tensor, entries: Mapping[tuple[int, int], Tensor]) -> Tensor:
+def _affine(like: torch.Tensor, entries: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
     """Return identity matrices (example, 3, 3) with the given entries, each of shape (example,)."""
     rows = torch.eye(3, device=like.device).repeat(len(like), 1, 1)
     for (row, column), values in entries.items():
@@ -164,16 +165,16 @@ def _affine(like: Tensor, entries: Mapping[tuple[int, int], Tensor]) -> Tensor:
     return rows
 
 
-def _signed(draws: Tensor) -> Tensor:
+def _signed(draws: torch.Tensor) -> torch.Tensor:
     return 2 * draws - 1
 
 
-def _column(values: Tensor) -> Tensor:
+def _column(values: torch.Tensor) -> torch.Tensor:
     return values[:, None, None, None]
 
 
 # (images, uniform draws for each example) -> images. Moves apply to maps of classes too.
-Change = Callable[[Tensor, Tensor], Tensor]
+Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MOVES: dict[str, Change] = {"flip": _flip, "crop": _crop, "rotate": _rotate, "shear": _shear}
 CHANGES: dict[str, Change] = {
     "cutout": _cutout,
@@ -182,7 +183,7 @@ CHANGES: dict[str, Change] = {
     "sharpness": _sharpness,
 }
 # For each example an amount from -1 to 1 -> a matrix (example, 3, 3); an amount of 0 gives the identity.
-RANDOM_MOVES: tuple[Callable[[Tensor], Tensor], ...] = (
+RANDOM_MOVES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda amount: _rotations(ROTATE * amount),
     lambda amount: _affine(amount, {(0, 1): SHEAR * amount}),
     lambda amount: _affine(amount, {(1, 0): SHEAR * amount}),

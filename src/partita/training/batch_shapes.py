@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from partita.core.data import IGNORE_INDEX, Batch, Examples
 
@@ -117,7 +116,7 @@ def widen(batch: Batch, limits: tuple[int, int], dim: int) -> Batch:
     return replace(batch, inputs=inputs, targets=_widened(batch.targets, of_targets, dim, IGNORE_INDEX))
 
 
-def _widened(value: Tensor, limit: int, dim: int, fill: int) -> Tensor:
+def _widened(value: torch.Tensor, limit: int, dim: int, fill: int) -> torch.Tensor:
     if value.ndim <= dim:
         return value
     missing = min(round_up(value.shape[dim], TOKEN_BITS), limit) - value.shape[dim]

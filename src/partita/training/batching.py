@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import chain, pairwise, zip_longest
 
 import torch
-from torch import Tensor
 
 from partita.core.batch_schedule import BatchSchedule
 from partita.core.data import EXAMPLE_SEEDS, IGNORE_INDEX, Batch, Examples, PrefetchingExamples, TableExamples
@@ -84,7 +83,7 @@ def iterate_batches(
         yield _place(batch, device)
 
 
-def _of_step(step: Sequence[Tensor | None], shape: StepShape) -> list[Tensor]:
+def _of_step(step: Sequence[torch.Tensor | None], shape: StepShape) -> list[torch.Tensor]:
     """The rows of each client of a batch, none for those that have finished."""
     return [NO_ROWS if indices is None else indices for indices in step[: shape.clients]]
 
@@ -110,13 +109,13 @@ def collate(batches: Sequence[Batch], shape: StepShape | None = None) -> Batch:
     longest = max(sizes) if shape is None else shape.units
     masked = min(sizes) < longest if shape is None else shape.masked
 
-    def pad(value: Tensor, width: int, fill: int) -> Tensor:
+    def pad(value: torch.Tensor, width: int, fill: int) -> torch.Tensor:
         if value.ndim > 1 and value.shape[1] < width:
             value = torch.cat([value, value.new_full((len(value), width - value.shape[1], *value.shape[2:]), fill)], 1)
         missing = longest - len(value)
         return torch.cat([value, value[:1].expand(missing, *value.shape[1:])]) if missing else value
 
-    def join(values: Sequence[Tensor], fill: int) -> Tensor:
+    def join(values: Sequence[torch.Tensor], fill: int) -> torch.Tensor:
         width = max(value.shape[1] if value.ndim > 1 else 0 for value in values)
         return torch.stack([pad(value, width, fill) for value in values])
 
@@ -136,11 +135,11 @@ def _collate_groups(batches: Sequence[Batch], shape: StepShape | None) -> Batch:
         width = round_up(width, MEMBER_BITS)
         shape = replace(shape, units=shape.units * width)
 
-    def flat(value: Tensor) -> Tensor:
+    def flat(value: torch.Tensor) -> torch.Tensor:
         missing = width - value.shape[1]
         return torch.cat([value, value[:, :1].expand(-1, missing, *value.shape[2:])], 1).flatten(0, 1)
 
-    def mask_of(batch: Batch) -> Tensor:
+    def mask_of(batch: Batch) -> torch.Tensor:
         assert batch.mask is not None
         return torch.nn.functional.pad(batch.mask, (0, width - batch.mask.shape[1])).flatten()
 
@@ -152,7 +151,7 @@ def _collate_groups(batches: Sequence[Batch], shape: StepShape | None) -> Batch:
         shape,
     )
 
-    def by_group(value: Tensor) -> Tensor:
+    def by_group(value: torch.Tensor) -> torch.Tensor:
         return value.unflatten(1, (-1, width))
 
     assert whole.mask is not None
@@ -168,7 +167,7 @@ def _shared_table(examples: Sequence[Examples]) -> Examples | None:
     return first.table if all(getattr(part, "table", None) is first.table for part in examples) else None
 
 
-def _take_together(table: Examples, rows: Sequence[Tensor], shape: StepShape) -> Batch:
+def _take_together(table: Examples, rows: Sequence[torch.Tensor], shape: StepShape) -> Batch:
     """The same batch as from `collate`, with one lookup in the table."""
     mask = None
     if shape.masked:
@@ -179,13 +178,13 @@ def _take_together(table: Examples, rows: Sequence[Tensor], shape: StepShape) ->
         rows = [_padded(indices if len(indices) else some, shape.units) for indices in rows]
     batch = table.take(torch.cat(list(rows)))
 
-    def by_client(value: Tensor) -> Tensor:
+    def by_client(value: torch.Tensor) -> torch.Tensor:
         return value.view(len(rows), shape.units, *value.shape[1:])
 
     return Batch({name: by_client(value) for name, value in batch.inputs.items()}, by_client(batch.targets), mask)
 
 
-def _own_places(examples: Examples, indices: Tensor, shape: Sequence[int]) -> Tensor:
+def _own_places(examples: Examples, indices: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return the places of a client's examples in a batch of this shape, (example,); of all members for groups."""
     if not isinstance(examples, GroupUnits):
         return _padded(indices, shape[0])
@@ -194,13 +193,13 @@ def _own_places(examples: Examples, indices: Tensor, shape: Sequence[int]) -> Te
     return _padded(rows.flatten(), shape[0] * shape[1])
 
 
-def _padded(rows: Tensor, longest: int) -> Tensor:
+def _padded(rows: torch.Tensor, longest: int) -> torch.Tensor:
     """Pad row indices to a length with the first index, or with 0 if there is none."""
     first = rows[:1] if len(rows) else rows.new_zeros(1)
     return torch.cat([rows, first.expand(longest - len(rows))])
 
 
-def _prefetch(sources: Sequence[Examples], step: Sequence[Tensor | None]) -> None:
+def _prefetch(sources: Sequence[Examples], step: Sequence[torch.Tensor | None]) -> None:
     """Start to read the examples of a step, from one source for each client or one for all."""
     rows = [indices for indices in step if indices is not None]
     if len(sources) < len(rows):
@@ -210,7 +209,7 @@ def _prefetch(sources: Sequence[Examples], step: Sequence[Tensor | None]) -> Non
             source.prefetch(indices)
 
 
-def _take(examples: Examples, indices: Tensor) -> Batch:
+def _take(examples: Examples, indices: torch.Tensor) -> Batch:
     """Take a batch. An empty one becomes one masked unit: not all data supports an empty lookup."""
     return examples.take(indices) if len(indices) else _nothing(examples.take(torch.zeros(1, dtype=torch.long)))
 
@@ -233,7 +232,7 @@ def _pad(batch: Batch, shape: StepShape | None) -> Batch:
 def _place(batch: Batch, device: torch.device) -> Batch:
     """Copy a batch to the device. A large copy to a GPU waits for all work before it, unless the memory is pinned."""
 
-    def placed(value: Tensor) -> Tensor:
+    def placed(value: torch.Tensor) -> torch.Tensor:
         large = device.type == "cuda" and value.device.type == "cpu" and value.nbytes > SMALL_COPY
         return (value.pin_memory() if large else value).to(device, non_blocking=True)
 

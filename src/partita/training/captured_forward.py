@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable
 
-from torch import Tensor
+import torch
 
 from partita.core import tensors
 from partita.core.model import Model, logits_and_losses
@@ -16,7 +16,7 @@ WARMUP_PASSES = 2  # eager passes of one shape before a capture: torch selects k
 MAX_SHAPES = 16  # batches of other shapes run eagerly; each captured shape holds its inputs and logits
 MAX_LOGITS = 2**26  # more logits take longer to compute than to launch, and would be in memory twice
 
-Scores = tuple[Tensor, Tensor]  # logits and losses
+Scores = tuple[torch.Tensor, torch.Tensor]  # logits and losses
 Record = Callable[[Callable[[], Scores], str], tuple[Callable[[], None], Scores] | None]
 
 
@@ -38,7 +38,7 @@ class CapturedForward:
         self.taken = Counter[Hashable]()
         self.captured: dict[Hashable, _Pass | None] = {}
 
-    def __call__(self, model: Model, params: Tensors, inputs: Tensors, targets: Tensor) -> Scores:
+    def __call__(self, model: Model, params: Tensors, inputs: Tensors, targets: torch.Tensor) -> Scores:
         """Return what `logits_and_losses` returns, up to rounding. Call it under `torch.inference_mode`."""
         if self.model is None:
             self.model, self.layout = model, _layout(params)
@@ -58,7 +58,7 @@ class CapturedForward:
         captured = self.captured[shape]
         return logits_and_losses(model, params, inputs, targets) if captured is None else captured(inputs, targets)
 
-    def _capture(self, model: Model, inputs: Tensors, targets: Tensor) -> _Pass | None:
+    def _capture(self, model: Model, inputs: Tensors, targets: torch.Tensor) -> _Pass | None:
         if sum(known is not None for known in self.captured.values()) >= MAX_SHAPES:
             return None
         held, wanted = tensors.clone_all(inputs), targets.clone()
@@ -71,10 +71,10 @@ class CapturedForward:
 class _Pass:
     """A captured pass: the tensors that it reads and writes."""
 
-    def __init__(self, inputs: Tensors, targets: Tensor, replay: Callable[[], None], scores: Scores) -> None:
+    def __init__(self, inputs: Tensors, targets: torch.Tensor, replay: Callable[[], None], scores: Scores) -> None:
         self.inputs, self.targets, self.replay, self.scores = inputs, targets, replay, scores
 
-    def __call__(self, inputs: Tensors, targets: Tensor) -> Scores:
+    def __call__(self, inputs: Tensors, targets: torch.Tensor) -> Scores:
         given = [*(inputs[name] for name in self.inputs), targets]
         foreach_copy_([*self.inputs.values(), self.targets], given)
         self.replay()

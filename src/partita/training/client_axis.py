@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from partita.core.tensors import Tensors
 
@@ -36,15 +35,15 @@ class ClientAxis:
         """Whether tensors have a client dimension."""
         return self.count > 1
 
-    def stack(self, parts: Sequence[Tensor]) -> Tensor:
+    def stack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a new tensor with the clients' parts."""
         return torch.stack(list(parts)) if self.many else parts[0].clone()
 
-    def leading(self, value: Tensor, count: int) -> Tensor:
+    def leading(self, value: torch.Tensor, count: int) -> torch.Tensor:
         """Return the part of the first `count` clients of `value`, (client, ...), as a view."""
         return value[:count] if self.many else value
 
-    def broadcast(self, numbers: Tensor, value: Tensor) -> Tensor:
+    def broadcast(self, numbers: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Reshape one number per client so that it multiplies each client's part of `value`.
 
         Args:
@@ -56,7 +55,7 @@ class ClientAxis:
         """
         return numbers.view(-1, *[1] * (value.ndim - 1)) if self.many else numbers
 
-    def views(self, stacked: Tensors) -> list[Mapping[str, Tensor]]:
+    def views(self, stacked: Tensors) -> list[Mapping[str, torch.Tensor]]:
         """Return each client's tensors. Views are created on demand."""
         return [ClientView(stacked, rank) for rank in range(self.count)] if self.many else [stacked]
 
@@ -118,13 +117,13 @@ def translate_errors(
     return call
 
 
-class ClientView(Mapping[str, Tensor]):
+class ClientView(Mapping[str, torch.Tensor]):
     """One client's part of stacked tensors. Indexing creates a view on demand; most methods need none."""
 
     def __init__(self, stacked: Tensors, rank: int) -> None:
         self.stacked, self.rank = stacked, rank
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> torch.Tensor:
         return self.stacked[name][self.rank]
 
     def __iter__(self) -> Iterator[str]:

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from partita.core.layer_compiler import compiled_layers
 from partita.core.tensors import Tensors
@@ -85,7 +84,7 @@ class CompiledGradients:
 
     def __call__(
         self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int
-    ) -> tuple[Tensors, Tensor]:
+    ) -> tuple[Tensors, torch.Tensor]:
         if self.current is self.plain:
             return self.plain(trainable, values, dims, count)
         try:

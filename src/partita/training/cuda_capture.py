@@ -15,12 +15,13 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
 
 from partita.core.torch_private import end_allocate_to_pool, release_pool
 
-Replay = tuple[Callable[[], None], Tensor]  # a function that replays the captured work, and the tensor of its result
-Recorder = Callable[[Callable[[], Tensor]], Replay]
+Replay = tuple[
+    Callable[[], None], torch.Tensor
+]  # a function that replays the captured work, and the tensor of its result
+Recorder = Callable[[Callable[[], torch.Tensor]], Replay]
 
 
 class CudaRecorder:
@@ -33,7 +34,7 @@ class CudaRecorder:
         self.graphs: WeakSet[Any] = WeakSet()  # those in the pool that are still in use
         self.failed: list[Any] = []  # torch's allocator of pinned memory may still ask these graphs
 
-    def __call__(self, work: Callable[[], Tensor]) -> Replay:
+    def __call__(self, work: Callable[[], torch.Tensor]) -> Replay:
         """Capture work without running it.
 
         Raises:

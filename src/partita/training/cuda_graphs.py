@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from partita.core import tensors
 from partita.core.data import Batch
@@ -141,13 +140,13 @@ class GraphedSteps:
         record: Captures work; returns None if it must run eagerly.
     """
 
-    def __init__(self, record: Callable[[Callable[[], Tensor]], Replay | None]) -> None:
+    def __init__(self, record: Callable[[Callable[[], torch.Tensor]], Replay | None]) -> None:
         self.record = record
         self.held: dict[Hashable, Batch] = {}  # the batches that captured steps read
         self.replays: dict[Hashable, Replay | None] = {}
         self.taken = Counter[Hashable]()
 
-    def __call__(self, step: Step, batch: Batch, variant: Hashable) -> Tensor:
+    def __call__(self, step: Step, batch: Batch, variant: Hashable) -> torch.Tensor:
         shape = _layout(batch.inputs), tuple(batch.targets.shape), batch.mask is None, variant
         self.taken[shape] += 1
         if self.taken[shape] < WARMUP_STEPS or self.replays.get(shape, ()) is None:
@@ -218,7 +217,7 @@ class CapturableOptimizer:
                 group.optimizer.capturable_step(trainable, own, moments, rate, self.step_counts)
 
 
-def _tensors(batch: Batch) -> Iterator[Tensor]:
+def _tensors(batch: Batch) -> Iterator[torch.Tensor]:
     yield from batch.inputs.values()
     yield batch.targets
     if batch.mask is not None:
@@ -253,7 +252,7 @@ def _layout(part: Any, dims: Any = None) -> Hashable:
         part: The tensors.
         dims: Their client dimension, as `in_dims` of `torch.vmap`.
     """
-    if isinstance(part, Tensor):
+    if isinstance(part, torch.Tensor):
         return part.shape if dims is None else part.shape[1:], part.dtype, dims
     within = {name: dims[name] if isinstance(dims, Mapping) else dims for name in part}
     return tuple([(name, _layout(part[name], within[name])) for name in sorted(part)])

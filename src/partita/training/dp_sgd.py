@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.rng import Key
@@ -14,7 +13,7 @@ from partita.core.tensors import Tensors
 
 # (parameters, inputs and targets of a batch of one example) -> (value to differentiate, the task's loss).
 # For a group: (parameters, inputs and targets of its members, their mask (member,)) -> the same, as means over members.
-Loss = Callable[..., tuple[Tensor, Tensor]]
+Loss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,11 @@ def clipped_sum(
     loss: Loss,
     trainable: Tensors,
     inputs: Tensors,
-    targets: Tensor,
-    mask: Tensor | None,
+    targets: torch.Tensor,
+    mask: torch.Tensor | None,
     dp_settings: DPSGDSettings,
     one_by_one: bool = False,
-) -> tuple[Tensors, Tensor]:
+) -> tuple[Tensors, torch.Tensor]:
     """Sum the gradients of units, each clipped to norm `clip` over all names together.
 
     Args:
@@ -54,7 +53,7 @@ def clipped_sum(
         `(sum by name, losses)`; the losses have shape (unit,).
     """
     total: Tensors = {}
-    losses: list[Tensor] = []
+    losses: list[torch.Tensor] = []
     size = 1 if one_by_one else dp_settings.microbatch or len(targets)
     gradients = gradient_of_one if one_by_one else per_example_gradients
     members = mask if dp_settings.groups else None
@@ -74,14 +73,14 @@ def clipped_sum(
     return total, torch.cat(losses)
 
 
-def unit_mask(mask: Tensor | None, dp_settings: DPSGDSettings) -> Tensor | None:
+def unit_mask(mask: torch.Tensor | None, dp_settings: DPSGDSettings) -> torch.Tensor | None:
     """Return which units count, (..., unit): of groups, those with a member that counts. None if all count."""
     return mask if mask is None or not dp_settings.groups else (mask != 0).any(-1).to(mask)
 
 
 def per_example_gradients(
-    loss: Loss, trainable: Tensors, inputs: Tensors, targets: Tensor, members: Tensor | None = None
-) -> tuple[Tensors, Tensor, Tensor]:
+    loss: Loss, trainable: Tensors, inputs: Tensors, targets: torch.Tensor, members: torch.Tensor | None = None
+) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
     """Compute the gradient of each example, or of each group.
 
     Args:
@@ -96,7 +95,7 @@ def per_example_gradients(
         (example,), and losses of shape (example,).
     """
 
-    def one(trainable: Tensors, inputs: Tensors, target: Tensor) -> tuple[Tensor, Tensor]:
+    def one(trainable: Tensors, inputs: Tensors, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return loss(trainable, {name: value.unsqueeze(0) for name, value in inputs.items()}, target.unsqueeze(0))
 
     if members is None:
@@ -109,8 +108,8 @@ def per_example_gradients(
 
 
 def gradient_of_one(
-    loss: Loss, trainable: Tensors, inputs: Tensors, targets: Tensor, members: Tensor | None = None
-) -> tuple[Tensors, Tensor, Tensor]:
+    loss: Loss, trainable: Tensors, inputs: Tensors, targets: torch.Tensor, members: torch.Tensor | None = None
+) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
     """Compute what `per_example_gradients` does for a batch of one unit, without `torch.vmap`."""
     leaves = {name: value.detach().requires_grad_() for name, value in trainable.items()}
     with torch.enable_grad():
@@ -123,7 +122,7 @@ def gradient_of_one(
     return grads, _norms(grads), task.detach().unsqueeze(0)
 
 
-def _norms(grads: Tensors) -> Tensor:
+def _norms(grads: Tensors) -> torch.Tensor:
     """Return the norm of each unit's gradient over all names, (unit,)."""
     squares = [grad.reshape(len(grad), -1).square().sum(1) for grad in grads.values()]
     return torch.stack(squares).sum(0).sqrt()

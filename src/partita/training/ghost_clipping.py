@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from partita.core import tensors
@@ -30,7 +29,7 @@ CHECKED_EXAMPLES = 2  # examples of one client whose norms are also computed dir
 class _BlockTensor:
     """A tensor of one client, or of all clients if the call runs under `torch.vmap`."""
 
-    def __init__(self, value: Tensor) -> None:
+    def __init__(self, value: torch.Tensor) -> None:
         self.value, self.dimension = without_vmap(value), client_dimension(value)
         self.version = version(self.value)
 
@@ -38,7 +37,7 @@ class _BlockTensor:
     def changed(self) -> bool:
         return version(self.value) != self.version
 
-    def by_client(self, value: Tensor, clients: int) -> Tensor:
+    def by_client(self, value: torch.Tensor, clients: int) -> torch.Tensor:
         """Return a tensor of this shape with the clients as first dimension."""
         if self.dimension is None:
             return value.expand(clients, *value.shape)
@@ -52,7 +51,7 @@ class _Recorded:
     out: _BlockTensor
     parts: Parts
 
-    def gradients(self, grad: Tensor, clients: int) -> Iterator[Part]:
+    def gradients(self, grad: torch.Tensor, clients: int) -> Iterator[Part]:
         """The gradients of the layer's parameters, from the gradient of its output."""
         given = self.given.by_client(self.given.value.detach(), clients)
         return self.parts(given, self.out.by_client(grad, clients))
@@ -70,7 +69,7 @@ class _LayerRecorder(TorchFunctionMode):
         self.names = {id(value): name for name, value in trainable.items()}
         self.count = count
         self.zero = torch.zeros((), device=next((v.device for v in trainable.values()), None), requires_grad=True)
-        self.casts: list[Tensor] = []  # keeps them alive: an id is valid only as long as its object
+        self.casts: list[torch.Tensor] = []  # keeps them alive: an id is valid only as long as its object
         self.layers: list[_Recorded] = []
         self.seen: set[str] = set()
 
@@ -98,7 +97,7 @@ class _LayerRecorder(TorchFunctionMode):
         self.layers.append(_Recorded(layer.names, _BlockTensor(layer.given), _BlockTensor(result), layer.parts))
         return result
 
-    def _cast(self, result: Tensor, name: str | None) -> Tensor:
+    def _cast(self, result: torch.Tensor, name: str | None) -> torch.Tensor:
         """Note a parameter in another type, which stands for the parameter."""
         if name is not None:
             cast = without_vmap(result)
@@ -107,16 +106,16 @@ class _LayerRecorder(TorchFunctionMode):
         return result
 
     def _name(self, value: Any) -> str | None:
-        return self.names.get(id(without_vmap(value))) if isinstance(value, Tensor) else None
+        return self.names.get(id(without_vmap(value))) if isinstance(value, torch.Tensor) else None
 
 
 def ghost_sum(
-    losses_of: Callable[[Tensors], Tensor],
+    losses_of: Callable[[Tensors], torch.Tensor],
     trainable: Tensors,
-    mask: Tensor | None,
+    mask: torch.Tensor | None,
     count: int,
     dp_settings: DPSGDSettings,
-) -> tuple[Tensors, Tensor, Tensor]:
+) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
     """Sum clipped per-example gradients with one backward pass over the batch.
 
     Examples whose gradient is not finite are left out: a NaN in the sum would reveal that the example was present.
@@ -161,7 +160,7 @@ def ghost_sum(
     return sums, losses.detach(), norms.view(shape)
 
 
-def _backward(losses: Tensor, leaves: Tensors, layers: list[_Recorded]) -> list[tuple[_Recorded, Tensor]]:
+def _backward(losses: torch.Tensor, leaves: Tensors, layers: list[_Recorded]) -> list[tuple[_Recorded, torch.Tensor]]:
     """Return the layers that the losses depend on, with the gradients of their outputs."""
     if changed := next((layer for layer in layers if layer.given.changed or layer.out.changed), None):
         raise GhostError(f"an input or output of '{changed.names[0]}' is changed in place")
@@ -176,11 +175,11 @@ def _backward(losses: Tensor, leaves: Tensors, layers: list[_Recorded]) -> list[
 
 
 def check_norms(
-    losses_of: Callable[[Tensors, Tensors, Tensor], Tensor],
+    losses_of: Callable[[Tensors, Tensors, torch.Tensor], torch.Tensor],
     trainable: Tensors,
     inputs: Tensors,
-    targets: Tensor,
-    norms: Tensor,
+    targets: torch.Tensor,
+    norms: torch.Tensor,
     close: float,
 ) -> None:
     """Compare ghost norms with directly computed norms.
@@ -200,7 +199,7 @@ def check_norms(
         GhostError: If the norms differ.
     """
 
-    def of_one(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def of_one(trainable: Tensors, inputs: Tensors, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         loss = losses_of(trainable, inputs, targets).sum()
         return loss, loss
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from partita.core.cuda_kernels import MAX_THREADS, THREAD, launch
 
@@ -46,13 +45,13 @@ extern "C" __global__ void scaled_parts(
 )
 
 
-def can_split(given: Tensor) -> bool:
+def can_split(given: torch.Tensor) -> bool:
     """Whether `scaled_parts` supports numbers (client, example, token, width)."""
     fits = given.shape[2] * given.shape[3] % EACH == 0 and given.numel() <= EACH * MAX_THREADS
     return given.is_cuda and given.dtype == torch.bfloat16 and fits
 
 
-def scaled_parts(given: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+def scaled_parts(given: torch.Tensor, shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two bfloat16 tensors whose sum is `given` times a weight for its example; 0 where the weight is 0.
 
     The weights are the shares, rounded down to what bfloat16 can hold: at most 0.8% less. Then the sum is exact, since

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from partita.core import tensors
@@ -37,12 +36,12 @@ class Part:
     """
 
     name: str
-    squares: Tensor
-    weighted: Callable[[Tensor], Tensor]
+    squares: torch.Tensor
+    weighted: Callable[[torch.Tensor], torch.Tensor]
 
 
 # (the layer's input (client, example, ...), gradient of its output (client, example, ...)) -> a part per parameter
-Parts = Callable[[Tensor, Tensor], Iterator[Part]]
+Parts = Callable[[torch.Tensor, torch.Tensor], Iterator[Part]]
 
 
 @dataclass(frozen=True)
@@ -57,15 +56,17 @@ class Layer:
     """
 
     names: tuple[str, ...]
-    given: Tensor
-    call: Callable[[Tensor], Tensor]
+    given: torch.Tensor
+    call: Callable[[torch.Tensor], torch.Tensor]
     parts: Parts
 
 
 Name = Callable[[Any], str | None]  # value -> the name of the trained parameter that it is; None for all others
 
 
-def linear(name: Name, count: int, given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Layer:
+def linear(
+    name: Name, count: int, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> Layer:
     """`functional.linear`."""
     of_weight, of_bias = name(weight), name(bias)
     weight, fixed_bias = weight.detach(), None if bias is None else bias.detach()
@@ -75,7 +76,7 @@ def linear(name: Name, count: int, given: Tensor, weight: Tensor, bias: Tensor |
         # Under vmap, autocast misses the bias.
         given, fixed_bias = given.to(dtype), None if fixed_bias is None else fixed_bias.to(dtype)
 
-    def parts(given: Tensor, grad: Tensor) -> Iterator[Part]:
+    def parts(given: torch.Tensor, grad: torch.Tensor) -> Iterator[Part]:
         given, grad = _by_token(given), _by_token(grad)
         if of_bias:
             yield _vector(of_bias, grad.sum(2, dtype=_high(grad)))
@@ -86,7 +87,7 @@ def linear(name: Name, count: int, given: Tensor, weight: Tensor, bias: Tensor |
 
 
 def layer_norm(
-    name: Name, count: int, given: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    name: Name, count: int, given: torch.Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Layer:
     """`functional.layer_norm` over the last dimension."""
     of_weight, of_bias = name(weight), name(bias)
@@ -94,7 +95,7 @@ def layer_norm(
     if len(shape) > 1:
         raise GhostError(f"'{of_weight or of_bias}' is used by a layer_norm over several dimensions")
 
-    def parts(given: Tensor, grad: Tensor) -> Iterator[Part]:
+    def parts(given: torch.Tensor, grad: torch.Tensor) -> Iterator[Part]:
         grad = tensors.upcast(_by_token(grad))
         if of_bias:
             yield _vector(of_bias, grad.sum(2))
@@ -102,14 +103,14 @@ def layer_norm(
             normalized = functional.layer_norm(tensors.upcast(given), shape, eps=eps)
             yield _vector(of_weight, (grad * _by_token(normalized)).sum(2))
 
-    def call(given: Tensor) -> Tensor:
+    def call(given: torch.Tensor) -> torch.Tensor:
         return functional.layer_norm(given, shape, weight, bias, eps)
 
     return Layer(_names(of_weight, of_bias), given, call, parts)
 
 
 def embedding(
-    name: Name, count: int, tokens: Tensor, weight: Tensor, padding_idx: int | None = None,
+    name: Name, count: int, tokens: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None,
     max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Layer:  # fmt: skip
     """`functional.embedding`. Tokens that all examples share, such as positions, are repeated for each example."""
@@ -121,7 +122,7 @@ def embedding(
     if len(tokens) == 1:
         tokens = tokens.expand(count, *tokens.shape[1:])
 
-    def parts(tokens: Tensor, grad: Tensor) -> Iterator[Part]:
+    def parts(tokens: torch.Tensor, grad: torch.Tensor) -> Iterator[Part]:
         tokens, grad = tokens.flatten(2), _by_token(grad)
         if padding_idx is not None:
             grad = grad.masked_fill((tokens == padding_idx % rows).unsqueeze(3), 0.0)
@@ -132,18 +133,18 @@ def embedding(
     return Layer((own,), tokens, lambda tokens: functional.embedding(tokens, weight, padding_idx), parts)
 
 
-def scale(name: Name, count: int, left: Tensor, right: Tensor) -> Layer:
+def scale(name: Name, count: int, left: torch.Tensor, right: torch.Tensor) -> Layer:
     """Multiplication by a weight per element of the last dimension, as in an RMS norm."""
     weight, other = (left, right) if name(left) else (right, left)
     own = name(weight)
     assert own is not None
     if weight.ndim != 1:
         raise GhostError(f"'{own}' has more than one dimension and is multiplied element-wise")
-    if not isinstance(other, Tensor) or name(other):
+    if not isinstance(other, torch.Tensor) or name(other):
         raise GhostError(f"'{own}' is multiplied by a number or by another trained parameter")
     fixed = weight.detach()
 
-    def parts(other: Tensor, grad: Tensor) -> Iterator[Part]:
+    def parts(other: torch.Tensor, grad: torch.Tensor) -> Iterator[Part]:
         product = tensors.upcast(grad) * tensors.upcast(other)
         yield _vector(own, _by_token(product).sum(2))
 
@@ -163,26 +164,26 @@ def _names(*names: str | None) -> tuple[str, ...]:
     return tuple(name for name in names if name)
 
 
-def _by_token(value: Tensor) -> Tensor:
+def _by_token(value: torch.Tensor) -> torch.Tensor:
     """The value as (client, example, token, width)."""
     return value.reshape(*value.shape[:2], -1, value.shape[-1])
 
 
-def _high(value: Tensor) -> torch.dtype:
+def _high(value: torch.Tensor) -> torch.dtype:
     return torch.promote_types(value.dtype, torch.float32)
 
 
-def _square(value: Tensor) -> Tensor:
+def _square(value: torch.Tensor) -> torch.Tensor:
     return value.flatten(1).square().sum(1)
 
 
 # ---- vectors: the gradients of all examples are small
 
 
-def _vector(name: str, each: Tensor) -> Part:
+def _vector(name: str, each: torch.Tensor) -> Part:
     """The part of a parameter whose gradients (client, example, width) are computed."""
 
-    def weighted(shares: Tensor) -> Tensor:
+    def weighted(shares: torch.Tensor) -> torch.Tensor:
         kept = each.masked_fill((shares == 0).unsqueeze(2), 0.0)
         return (shares.unsqueeze(1) @ kept).squeeze(1)
 
@@ -192,13 +193,13 @@ def _vector(name: str, each: Tensor) -> Part:
 # ---- matrices
 
 
-def _linear_squares(given: Tensor, grad: Tensor) -> Tensor:
+def _linear_squares(given: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Squared norms from inner products of tokens, or from the gradients in chunks, whichever costs less."""
     _, _, tokens, wide = given.shape
     high = grad.shape[3]
     by_tokens = tokens * (wide + high) <= wide * high
 
-    def squares(given: Tensor, grad: Tensor) -> Tensor:
+    def squares(given: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         if by_tokens:
             inner = (product(given, given.mT) * product(grad, grad.mT)).sum((1, 2))
             return _rounded_up(inner, (_lengths(given) * _lengths(grad)).sum(1).square())
@@ -207,7 +208,7 @@ def _linear_squares(given: Tensor, grad: Tensor) -> Tensor:
     return _in_chunks(squares, given, grad, 2 * tokens**2 if by_tokens else wide * high)
 
 
-def _linear_sum(given: Tensor, grad: Tensor, shares: Tensor) -> Tensor:
+def _linear_sum(given: torch.Tensor, grad: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """The sum over all tokens of output gradient times input, (client, output, input), weighted by example.
 
     Rounding the weighted gradients to bfloat16 could make an example's contribution longer than the clip: terms of
@@ -222,8 +223,8 @@ def _linear_sum(given: Tensor, grad: Tensor, shares: Tensor) -> Tensor:
     return product(_scaled(grad, shares).flatten(1, 2).mT, kept)
 
 
-def _embedding_squares(tokens: Tensor, grad: Tensor) -> Tensor:
-    def squares(tokens: Tensor, grad: Tensor) -> Tensor:
+def _embedding_squares(tokens: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    def squares(tokens: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         same = tokens.unsqueeze(1) == tokens.unsqueeze(2)  # (example, token, token)
         lengths = _lengths(grad)
         largest = (lengths.unsqueeze(1) * lengths.unsqueeze(2) * same).sum((1, 2))
@@ -232,12 +233,12 @@ def _embedding_squares(tokens: Tensor, grad: Tensor) -> Tensor:
     return _in_chunks(squares, tokens, grad, 2 * tokens.shape[2] ** 2)
 
 
-def _lengths(value: Tensor) -> Tensor:
+def _lengths(value: torch.Tensor) -> torch.Tensor:
     """The norm of each token of (example, token, width)."""
     return torch.linalg.vector_norm(value, dim=2, dtype=_high(value))
 
 
-def _rounded_up(squares: Tensor, largest: Tensor) -> Tensor:
+def _rounded_up(squares: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """Return squared norms with an allowance for rounding, so that they are not below the true ones.
 
     A squared norm from inner products is a sum of terms that can cancel. Its error is relative to the terms, not to the
@@ -250,7 +251,7 @@ def _rounded_up(squares: Tensor, largest: Tensor) -> Tensor:
     return squares + 2 * torch.finfo(squares.dtype).eps * largest
 
 
-def _embedding_sum(tokens: Tensor, grad: Tensor, shares: Tensor, rows: int) -> Tensor:
+def _embedding_sum(tokens: torch.Tensor, grad: torch.Tensor, shares: torch.Tensor, rows: int) -> torch.Tensor:
     clients = len(tokens)
     own_rows = tokens + rows * torch.arange(clients, device=tokens.device).view(-1, 1, 1)
     scaled = _scaled(grad, shares)
@@ -258,20 +259,22 @@ def _embedding_sum(tokens: Tensor, grad: Tensor, shares: Tensor, rows: int) -> T
     return total.view(clients, rows, -1)
 
 
-def _scaled(grad: Tensor, shares: Tensor) -> Tensor:
+def _scaled(grad: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """Numbers (client, example, token, width) times the shares, in float32 or higher; 0 where a share is 0."""
     factors = shares.unsqueeze(2).unsqueeze(3)
     return (grad * factors).masked_fill_(factors == 0, 0.0)  # float32, the type of the shares, without a copy
 
 
-def _in_chunks(squares: Callable[[Tensor, Tensor], Tensor], given: Tensor, grad: Tensor, numbers: int) -> Tensor:
+def _in_chunks(
+    squares: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], given: torch.Tensor, grad: torch.Tensor, numbers: int
+) -> torch.Tensor:
     """Apply a function of (example, token, ...) to all clients' examples, in chunks; return (client, example)."""
     size = max(1, CHUNK // numbers)
     pairs = zip(given.flatten(0, 1).split(size), grad.flatten(0, 1).split(size), strict=True)
     return torch.cat([squares(*pair) for pair in pairs]).view(given.shape[:2])
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return the matrix products of two batches in float32 or higher.
 
     A GPU multiplies bfloat16 numbers exactly and adds in float32, without a copy of the factors in float32.

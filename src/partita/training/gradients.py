@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from partita.core import tensors
 from partita.core.settings import Training
@@ -22,7 +21,7 @@ class GradientEstimator(Protocol):
 
     def __call__(
         self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int
-    ) -> tuple[Tensors, Tensor]:
+    ) -> tuple[Tensors, torch.Tensor]:
         """Return the gradient by name and the task's loss of each client.
 
         Args:
@@ -51,12 +50,12 @@ class PlainGradients:
 
     def __call__(
         self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int
-    ) -> tuple[Tensors, Tensor]:
+    ) -> tuple[Tensors, torch.Tensor]:
         return self.at(trainable, list(trainable), values, dims)
 
     def at(
         self, point: Tensors, names: Sequence[str], values: Sequence[Any], dims: Sequence[Any]
-    ) -> tuple[Tensors, Tensor]:
+    ) -> tuple[Tensors, torch.Tensor]:
         """Return the gradient at a point for some names, and the task's loss there.
 
         Args:
@@ -72,10 +71,10 @@ class PlainGradients:
         grads = torch.autograd.grad(total.sum(), trainable, allow_unused=True)
         return {name: grad for name, grad in zip(names, grads, strict=True) if grad is not None}, task
 
-    def task_losses(self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any]) -> Tensor:
+    def task_losses(self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any]) -> torch.Tensor:
         """Return the task's loss of each client, without a gradient. The arguments are those of `__call__`."""
         with torch.no_grad(), self.objective.autocast():
-            task: Tensor = self.lift(self.objective.loss, dims)(trainable, *values)[1]
+            task: torch.Tensor = self.lift(self.objective.loss, dims)(trainable, *values)[1]
         return task
 
 
@@ -96,7 +95,7 @@ class AccumulatedGradients:
 
     def __call__(
         self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int
-    ) -> tuple[Tensors, Tensor]:
+    ) -> tuple[Tensors, torch.Tensor]:
         *fixed, inputs, targets, mask = values
         dim = int(self.axis.many)  # of the examples
         # The clients of a block can have different numbers of examples, which the mask says.
@@ -107,7 +106,7 @@ class AccumulatedGradients:
         answers = targets.split(self.batch_size, dim)
         masks = [None] * len(answers) if mask is None else mask.split(self.batch_size, dim)
         grads: Tensors = {}
-        loss: Tensor | None = None
+        loss: torch.Tensor | None = None
         for place, (share, answer, own_mask) in enumerate(zip(shares, answers, masks, strict=True)):
             batch = {name: parts[place] for name, parts in columns.items()}
             found, task = self.gradients(trainable, [*fixed, batch, answer, own_mask], dims, count)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from partita.core import tensors
 from partita.core.client import ClientRound, LocalResult
@@ -55,8 +54,8 @@ def start_training(
         A function that waits for the results and returns them.
     """
     phases, dp_settings = client_rounds[0].plan.phases, client_rounds[0].dp_settings
-    trained: list[list[Mapping[str, Tensor]]] = [[] for _ in client_rounds]  # for each client, by phase
-    deltas: list[list[Mapping[str, Tensor]]] = [[] for _ in client_rounds]
+    trained: list[list[Mapping[str, torch.Tensor]]] = [[] for _ in client_rounds]  # for each client, by phase
+    deltas: list[list[Mapping[str, torch.Tensor]]] = [[] for _ in client_rounds]
     moments = [client_round.optimizer for client_round in client_rounds]
     work_done: list[list[ComputedWork]] = [[] for _ in client_rounds]  # for each client, by phase
     pending: list[_PendingPhase] = []
@@ -136,7 +135,7 @@ class _PendingPhase:
     """Results of a phase that the GPU may still compute."""
 
     order: list[int]  # indices of the clients, in the order of the losses' client dimension
-    losses: list[Tensor]  # (client,) for each step
+    losses: list[torch.Tensor]  # (client,) for each step
     moved: PhaseDeltas
 
 
@@ -161,7 +160,7 @@ def _squares_by_client(phase: _PendingPhase) -> dict[int, list[float]]:
     return dict(zip(phase.order, phase.moved.squares.tolist(), strict=True))
 
 
-def _facts(delta: Mapping[str, Tensor], finite: bool, squares: Sequence[float] | None) -> DeltaFacts:
+def _facts(delta: Mapping[str, torch.Tensor], finite: bool, squares: Sequence[float] | None) -> DeltaFacts:
     if squares is None:
         return DeltaFacts(delta, finite)
     by_name = dict(zip(delta, squares, strict=True)) if len(squares) == len(delta) else None
@@ -179,7 +178,7 @@ def _steps(phases: Sequence[Phase], counts: Sequence[int]) -> dict[str, int]:
     return total
 
 
-def _merge_phases(parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+def _merge_phases(parts: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
     """Merge the results of phases; for a name in several phases, the last."""
     if len(parts) == 1:
         return parts[0]

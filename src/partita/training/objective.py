@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from partita.core import tensors
 from partita.core.client_rule import ClientRule, Context, ForbiddenData, overrides
@@ -63,8 +62,8 @@ class Objective:
 
     def loss(
         self, trainable: Tensors, frozen: Tensors, anchor: Tensors, sent: Slots, memory: Slots,
-        inputs: Tensors, targets: Tensor, mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        inputs: Tensors, targets: torch.Tensor, mask: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Return the loss with all penalties, and the task's loss alone, as means over the batch.
 
         Args:
@@ -91,7 +90,7 @@ class Objective:
         )
         return sum((penalty for penalty in penalties if penalty is not None), start=task), task
 
-    def losses(self, out: Output, targets: Tensor) -> Tensor:
+    def losses(self, out: Output, targets: torch.Tensor) -> torch.Tensor:
         """Return the task's training loss of each example, (example,).
 
         Args:
@@ -103,7 +102,9 @@ class Objective:
             return self.model.losses(out, targets)
         return self.model.class_losses(out, targets, training.label_smoothing, training.class_weights)
 
-    def penalties(self, out: Any, params: Tensors, batch: Any, ctx: Context, per_example: bool) -> Iterator[Tensor]:
+    def penalties(
+        self, out: Any, params: Tensors, batch: Any, ctx: Context, per_example: bool
+    ) -> Iterator[torch.Tensor]:
         """Yield the penalties that read examples, or those that must not read any.
 
         Args:
@@ -176,12 +177,14 @@ class Objective:
         return params
 
 
-def rule_batch(inputs: Tensors, targets: Tensor, mask: Tensor | None = None) -> Batch:
+def rule_batch(inputs: Tensors, targets: torch.Tensor, mask: torch.Tensor | None = None) -> Batch:
     """Return the batch that rules see. It has no seeds: forward passes of other parameters run without dropout."""
     return Batch({name: value for name, value in inputs.items() if name != EXAMPLE_SEEDS}, targets, mask)
 
 
-def example_weights(training: Training, targets: Tensor, mask: Tensor | None, clients: bool = False) -> Tensor | None:
+def example_weights(
+    training: Training, targets: torch.Tensor, mask: torch.Tensor | None, clients: bool = False
+) -> torch.Tensor | None:
     """Return the weight of each example in the loss of a batch, (..., example); None if all examples count alike.
 
     Args:
@@ -206,6 +209,6 @@ def example_weights(training: Training, targets: Tensor, mask: Tensor | None, cl
     return weights if mask is None else weights * mask
 
 
-def masked_mean(losses: Tensor, mask: Tensor | None) -> Tensor:
+def masked_mean(losses: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Return the mean of the losses of shape (example,), weighted by the mask."""
     return losses.mean() if mask is None else (losses * mask).sum() / mask.sum().clamp(min=TINY)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from partita.core import tensors
 from partita.core.data import Batch
@@ -27,9 +26,9 @@ from partita.training.rule_gradients import step_gradients
 # Pack deltas only where a call costs more than its arithmetic. On a CPU, rounding can depend on memory alignment.
 PACKED_DEVICES = ("cuda",)
 
-Step = Callable[[Batch], Tensor]  # batch -> losses (client,)
+Step = Callable[[Batch], torch.Tensor]  # batch -> losses (client,)
 # Runs a step now, or replays a captured one. The last argument says which of several ways the step computes.
-StepRunner = Callable[[Step, Batch, Hashable], Tensor]
+StepRunner = Callable[[Step, Batch, Hashable], torch.Tensor]
 
 
 class OptimizerSteps(Protocol):
@@ -79,7 +78,7 @@ class EagerOptimizer:
                 group.optimizer.step(trainable, own, moments, self.lr * group.lr_factor * warmup, self.step_counts)
 
 
-def run_eagerly(step: Step, batch: Batch, variant: Hashable) -> Tensor:
+def run_eagerly(step: Step, batch: Batch, variant: Hashable) -> torch.Tensor:
     """Run a step now, and return the losses (client,)."""
     return step(batch)
 
@@ -95,9 +94,9 @@ class PhaseDeltas:
             were not computed.
     """
 
-    deltas: Sequence[Mapping[str, Tensor]]
-    largest: Tensor
-    squares: Tensor | None
+    deltas: Sequence[Mapping[str, torch.Tensor]]
+    largest: torch.Tensor
+    squares: torch.Tensor | None
 
 
 class PhaseTrainer:
@@ -143,7 +142,9 @@ class PhaseTrainer:
     def _begin(self, work: PhaseWork) -> None:
         self.present = work.axis  # the clients of this work; the block may have room for more
         self.anchor, self.initial_steps = work.anchor, work.initial_steps
-        self.finished: list[tuple[int, list[Tensor]]] = []  # (first client, parameters and moments of some clients)
+        self.finished: list[
+            tuple[int, list[torch.Tensor]]
+        ] = []  # (first client, parameters and moments of some clients)
         self.first_finished = self.axis.count
         self.optimizer.reset(work.objective.lr, self.initial_steps)
         if self.private is not None:
@@ -167,7 +168,7 @@ class PhaseTrainer:
             own = [self.axis.leading(value, count) for value in leaves([self.trainable, self.moments])]
             foreach_copy_(own, list(leaves(list(work.stacked()))))
 
-    def step(self, batch: Batch, active: int | None = None) -> Tensor:
+    def step(self, batch: Batch, active: int | None = None) -> torch.Tensor:
         """Take one step of the leading clients; the others have finished.
 
         Args:
@@ -213,7 +214,7 @@ class PhaseTrainer:
         dims = [0, *(dims for _, dims in self.fixed), 0, 0, None if batch.mask is None else 0]
         return self._leading(self.trainable, count), values, dims, count
 
-    def _step(self, batch: Batch) -> Tensor:
+    def _step(self, batch: Batch) -> torch.Tensor:
         trainable, values, dims, count = self._arguments(batch)
         grads, task = self.gradients(trainable, values, dims, count)
         with torch.no_grad():
@@ -227,7 +228,7 @@ class PhaseTrainer:
                 foreach_copy_(list(stepped.values()), [moved[name] for name in stepped])
         return task.detach() if self.axis.many else task.detach().unsqueeze(0)  # (client,)
 
-    def params(self) -> list[Mapping[str, Tensor]]:
+    def params(self) -> list[Mapping[str, torch.Tensor]]:
         """Return the trained parameters of each client, as views of the block's tensors."""
         self._restore()
         trained = self._leading(self.trainable, self.present.count)
@@ -292,14 +293,14 @@ def step_estimator(work: PhaseWork, lift: Lift | None = None) -> GradientEstimat
     return PrivateGradients(work.objective, work.axis, work.dp_settings, work.noise_sources)
 
 
-def _squared_norms(tables: Sequence[Tensor]) -> Tensor:
+def _squared_norms(tables: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the squared norms of tables (client, element) as (table, client)."""
     return torch.stack([torch.linalg.vector_norm(table, dim=1, dtype=torch.float64) for table in tables]).square()
 
 
-def leaves(part: Any) -> Iterator[Tensor]:
+def leaves(part: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of nested dicts and lists, sorted by name: dicts from a file can have any order."""
-    if isinstance(part, Tensor):
+    if isinstance(part, torch.Tensor):
         yield part
         return
     for value in [part[name] for name in sorted(part)] if isinstance(part, Mapping) else part:

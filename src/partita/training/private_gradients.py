@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.model import HeadOutput
@@ -48,7 +47,7 @@ class PrivateGradients:
         self.objective, self.axis, self.dp_settings = objective, axis, dp_settings
         self.one_by_one: bool | None = None  # whether gradients are computed example by example; None: not asked yet
         self.noise = StepNoise(axis, dp_settings.noise * dp_settings.clip) if dp_settings.noise else None
-        self.shares: Tensor | None = None
+        self.shares: torch.Tensor | None = None
         remedy = (
             "set training.precision = 'float32'"
             if not objective.full_precision
@@ -93,7 +92,7 @@ class PrivateGradients:
 
     def __call__(
         self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int
-    ) -> tuple[Tensors, Tensor]:
+    ) -> tuple[Tensors, torch.Tensor]:
         with torch.no_grad():
             sums, losses = self._clipped_sums(trainable, values, dims)
             noisy = sums if self.noise is None else self.noise.add(sums, count)
@@ -129,7 +128,9 @@ class PrivateGradients:
 
     # ---- clipped sums
 
-    def _clipped_sums(self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any]) -> tuple[Tensors, Tensor]:
+    def _clipped_sums(
+        self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any]
+    ) -> tuple[Tensors, torch.Tensor]:
         """The sum of clipped gradients by name, and the loss of each unit."""
         frozen, *_, inputs, targets, mask = values
         if self._uses_ghost(trainable, targets):
@@ -143,14 +144,14 @@ class PrivateGradients:
 
     def _direct_sum(
         self, trainable: Tensors, frozen: Tensors, anchor: Tensors, sent: Slots, memory: Slots,
-        inputs: Tensors, targets: Tensor, mask: Tensor | None,
-    ) -> tuple[Tensors, Tensor]:  # fmt: skip
+        inputs: Tensors, targets: torch.Tensor, mask: torch.Tensor | None,
+    ) -> tuple[Tensors, torch.Tensor]:  # fmt: skip
         """The same of one client, from the gradient of each unit."""
         model, ctx = self.objective.model, self.objective.context(anchor, sent, memory)
 
         def of_one(
-            trainable: Tensors, inputs: Tensors, targets: Tensor, members: Tensor | None = None
-        ) -> tuple[Tensor, Tensor]:
+            trainable: Tensors, inputs: Tensors, targets: torch.Tensor, members: torch.Tensor | None = None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             """The loss of one example, or the mean loss of a group's members."""
             params = {**frozen, **trainable}
             with self.objective.autocast(cache=False):  # only here: norms, sums and noise stay in float32
@@ -168,7 +169,7 @@ class PrivateGradients:
         """The gradient of penalties that do not depend on examples, which need neither clipping nor noise."""
         ctx = self.objective.context(anchor, sent, memory)
 
-        def total(trainable: Tensors) -> Tensor:
+        def total(trainable: Tensors) -> torch.Tensor:
             penalties = self.objective.penalties(None, {**frozen, **trainable}, None, ctx, per_example=False)
             return sum(penalties, start=next(iter(trainable.values())).new_zeros(()))
 
@@ -189,7 +190,7 @@ class PrivateGradients:
             )
         return possible and not (clipping == "auto" and self.one_by_one)
 
-    def _uses_ghost(self, trainable: Tensors, targets: Tensor) -> bool:
+    def _uses_ghost(self, trainable: Tensors, targets: torch.Tensor) -> bool:
         """Whether a batch of this size is clipped by ghost norms."""
         elements = self._units(targets) * sum(value.numel() for value in trainable.values())
         return self.ghost and (self.dp_settings.clipping == "ghost" or elements > GHOST_THRESHOLD)
@@ -204,19 +205,21 @@ class PrivateGradients:
         self.ghost = False
 
     def _losses(
-        self, frozen: Tensors, inputs: Tensors, targets: Tensor, dims: Sequence[Any]
-    ) -> Callable[[Tensors], Tensor]:
+        self, frozen: Tensors, inputs: Tensors, targets: torch.Tensor, dims: Sequence[Any]
+    ) -> Callable[[Tensors], torch.Tensor]:
         """Return the function from trained parameters to the losses, (example,) or (client, example)."""
         lifted = self.lift(self._losses_of_one, [dims[0], dims[1], *dims[5:7]])
 
-        def losses(trainable: Tensors) -> Tensor:
+        def losses(trainable: Tensors) -> torch.Tensor:
             with self.objective.autocast(cache=False):
-                found: Tensor = lifted(trainable, frozen, inputs, targets)
+                found: torch.Tensor = lifted(trainable, frozen, inputs, targets)
             return found
 
         return losses
 
-    def _losses_of_one(self, trainable: Tensors, frozen: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
+    def _losses_of_one(
+        self, trainable: Tensors, frozen: Tensors, inputs: Tensors, targets: torch.Tensor
+    ) -> torch.Tensor:
         out = self.objective.model({**frozen, **trainable}, inputs)
         # A head that trains must be recorded. The loss of a frozen one is computed without all logits.
         frozen_head = isinstance(out, HeadOutput) and not without_vmap(out.weight).requires_grad
@@ -253,11 +256,11 @@ class PrivateGradients:
 
     # ---- units
 
-    def _units(self, targets: Tensor) -> int:
+    def _units(self, targets: torch.Tensor) -> int:
         """The number of units of each client, padding included."""
         return targets.shape[int(self.axis.many)]
 
 
-def _mean(losses: Tensor, mask: Tensor | None) -> Tensor:
+def _mean(losses: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Return the mean over the last dimension, of those that count."""
     return losses.mean(-1) if mask is None else (losses * mask).sum(-1) / mask.sum(-1).clamp(min=TINY)

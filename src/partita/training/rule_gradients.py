@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from partita.core.client_rule import ClientRule
 from partita.core.method_error import MethodError
@@ -44,8 +43,8 @@ class RuleGradients:
 
     def __call__(
         self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int
-    ) -> tuple[Tensors, Tensor]:
-        names, losses = list(trainable), list[Tensor]()
+    ) -> tuple[Tensors, torch.Tensor]:
+        names, losses = list(trainable), list[torch.Tensor]()
 
         def evaluate(point: Tensors, unchanged: bool) -> Tensors:
             with torch.enable_grad():
@@ -82,7 +81,7 @@ class RuleGradients:
             return evaluate(point)
         found: list[str] = []
 
-        def call(values: Sequence[Tensor], dims: Sequence[int | None]) -> tuple[Tensor, ...]:
+        def call(values: Sequence[torch.Tensor], dims: Sequence[int | None]) -> tuple[torch.Tensor, ...]:
             clients = values[-1].shape[dims[-1] or 0]
             stacked = [
                 value.expand(clients, *value.shape) if dim is None else value.movedim(dim, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from torch import Tensor
+import torch
 
 from partita.core import tensors
 from partita.core.tensors import Tensors
@@ -17,7 +17,7 @@ class Fingerprints:
     """
 
     def __init__(self) -> None:
-        self.cache: dict[str, tuple[Tensor, str]] = {}
+        self.cache: dict[str, tuple[torch.Tensor, str]] = {}
 
     def __call__(self, params: Tensors) -> str:
         hasher = hashlib.blake2b(digest_size=16)
@@ -25,7 +25,7 @@ class Fingerprints:
             hasher.update(f"{name} {self._digest(name, value)} ".encode())
         return hasher.hexdigest()
 
-    def _digest(self, name: str, value: Tensor) -> str:
+    def _digest(self, name: str, value: torch.Tensor) -> str:
         if name not in self.cache or self.cache[name][0] is not value:
             self.cache[name] = (value, tensors.digest({name: value}))
         return self.cache[name][1]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
 
 from partita.core import tensors
 from partita.core.client import ClientError, Job
@@ -158,7 +158,9 @@ def _known_slots(run: Run, model: Model, client: str, request: SiteRequest) -> S
     return honest.slots
 
 
-def _check_sent(sent: Mapping[str, Tensor], initial: Mapping[str, Tensor], names: Names, client: str, why: str) -> None:
+def _check_sent(
+    sent: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor], names: Names, client: str, why: str
+) -> None:
     for name, value in sent.items():
         if name not in initial or initial[name].shape != value.shape:
             here = f"is {tuple(initial[name].shape)}" if name in initial else "does not exist"

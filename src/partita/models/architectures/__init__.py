@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from partita.core.tensors import Names
 from partita.models import ModelError
@@ -13,6 +12,9 @@ from partita.models.architectures import clip, decoders, encoders, vision
 from partita.models.architectures.general import GENERAL, general_tags
 from partita.models.architectures.spec import ROLES, Architecture, Forward, Pooling
 from partita.tasks import Head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = [
     "ARCHITECTURES",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from partita.core.model import HeadOutput, Output
 from partita.core.tensors import Tensors
@@ -14,7 +13,7 @@ from partita.models.attention import causal_only
 from partita.models.vmap_layers import Linear
 
 
-def _state(module: Any, inputs: Tensors) -> Tensor:
+def _state(module: Any, inputs: Tensors) -> torch.Tensor:
     """Return the last hidden states, (example, token, width)."""
     others: dict[str, Any] = dict(inputs)
     segments = others.pop("segment_ids", None)
@@ -25,11 +24,11 @@ def _state(module: Any, inputs: Tensors) -> Tensor:
     embedded = body.get_input_embeddings()(others.pop("input_ids"))
     if others.keys().isdisjoint(("attention_mask", "position_ids")):
         others["attention_mask"] = causal_only(embedded, getattr(module.config, "sliding_window", None))
-    state: Tensor = body(inputs_embeds=embedded, use_cache=False, **others).last_hidden_state
+    state: torch.Tensor = body(inputs_embeds=embedded, use_cache=False, **others).last_hidden_state
     return state
 
 
-def within_segments(segments: Tensor) -> Tensor:
+def within_segments(segments: torch.Tensor) -> torch.Tensor:
     """Return the mask of packed rows, (example, 1, query, key).
 
     A token attends to itself and to earlier tokens of its segment. Padding is a segment too, so that no token attends
@@ -42,7 +41,7 @@ def within_segments(segments: Tensor) -> Tensor:
     return same.tril().unsqueeze(-3)
 
 
-def last_token(state: Tensor, inputs: Tensors) -> Tensor:
+def last_token(state: torch.Tensor, inputs: Tensors) -> torch.Tensor:
     """Return the state of the last token that is not padding, (example, width). Padding may be on either side."""
     mask = inputs.get("attention_mask")
     if mask is None:

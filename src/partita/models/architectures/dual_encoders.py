@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from partita.core.options import closest_match
 from partita.models import ModelError
@@ -27,11 +25,11 @@ class ImageTowerSpec:
     The first token represents the image, unless the tower has a function to `pool` all tokens.
     """
 
-    first_states: Callable[[Any, Tensor], Tensor]  # from pixels to the input of the first layer
+    first_states: Callable[[Any, torch.Tensor], torch.Tensor]  # from pixels to the input of the first layer
     layers: str  # path of the layers
-    finish: Callable[[Any, Tensor], Tensor]  # applied to each token after the last layer
+    finish: Callable[[Any, torch.Tensor], torch.Tensor]  # applied to each token after the last layer
     layer_args: tuple[None, ...] = ()  # further positional arguments of a layer: CLIP's requires a mask, here None
-    pool: Callable[[Any, Tensor], Tensor] | None = None  # from finished states to (example, width)
+    pool: Callable[[Any, torch.Tensor], torch.Tensor] | None = None  # from finished states to (example, width)
 
     @property
     def image_tokens(self) -> int:
@@ -44,40 +42,42 @@ class TextTowerSpec:
     """How to run a text tower. States are (text, token, width); `attention_mask` (text, token) is false for padding."""
 
     token_embedding: str  # path of the token embedding
-    first_states: Callable[[Any, Tensor], Tensor]  # from embedded tokens to the input of the first layer
+    first_states: Callable[[Any, torch.Tensor], torch.Tensor]  # from embedded tokens to the input of the first layer
     layers: str  # path of the layers
     causal: bool  # whether tokens attend only to earlier tokens
-    pool: Callable[[Any, Tensor, Tensor], Tensor]  # from states and the attention mask to (text, width)
+    pool: Callable[
+        [Any, torch.Tensor, torch.Tensor], torch.Tensor
+    ]  # from states and the attention mask to (text, width)
     start_tokens: int = 1  # special tokens before a text
     full_length: bool = False  # whether texts are padded to the tower's length, and it attends to the padding
 
 
-def _add_positions(tower: Any, states: Tensor) -> Tensor:
-    positions: Tensor = tower.embeddings.position_embedding.weight[: states.shape[1]]
+def _add_positions(tower: Any, states: torch.Tensor) -> torch.Tensor:
+    positions: torch.Tensor = tower.embeddings.position_embedding.weight[: states.shape[1]]
     return states + positions
 
 
-def _last_token(tower: Any, states: Tensor, attention_mask: Tensor) -> Tensor:
+def _last_token(tower: Any, states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
     """Return the state of the last token that is not padding, (text, width)."""
     # A product instead of indexing: it is deterministic on a GPU, also in the backward pass.
     positions = torch.arange(attention_mask.shape[1], device=attention_mask.device)
     ends = positions == attention_mask.sum(1, keepdim=True) - 1  # (text, token)
-    normalized: Tensor = tower.final_layer_norm((states * ends.unsqueeze(-1)).sum(1))
+    normalized: torch.Tensor = tower.final_layer_norm((states * ends.unsqueeze(-1)).sum(1))
     return normalized
 
 
-def _pool_by_attention(tower: Any, states: Tensor) -> Tensor:
+def _pool_by_attention(tower: Any, states: torch.Tensor) -> torch.Tensor:
     """Attend to the image's tokens from a learned query, as SigLIP does, (example, width)."""
     head = tower.head
     attention = head.attention
     weights, biases = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
     inputs = (head.probe.expand(len(states), -1, -1), states, states)
     query, key, value = (
-        functional.linear(part, weight, bias).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
+        torch.nn.functional.linear(part, weight, bias).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
         for part, weight, bias in zip(inputs, weights, biases, strict=True)
     )
     pooled = attention.out_proj(scaled_dot_product(query, key, value, None, None).transpose(1, 2).flatten(2))
-    image: Tensor = (pooled + head.mlp(head.layernorm(pooled)))[:, 0]
+    image: torch.Tensor = (pooled + head.mlp(head.layernorm(pooled)))[:, 0]
     return image
 
 

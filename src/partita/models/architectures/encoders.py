@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn import functional
+import torch
 
 from partita.core.model import Output
 from partita.core.tensors import Tensors
@@ -69,16 +68,16 @@ def from_mean(module: Any, inputs: Tensors) -> Output:
 
 def from_unit_mean(module: Any, inputs: Tensors) -> Output:
     """Classify texts from that mean, scaled to a length of one. A `Forward` of `module` and `inputs`."""
-    return _classify(module, functional.normalize(_mean(module, inputs), dim=-1))
+    return _classify(module, torch.nn.functional.normalize(_mean(module, inputs), dim=-1))
 
 
-def _classify(module: Any, features: Tensor) -> Output:
-    if isinstance(module.classifier, nn.Linear):
+def _classify(module: Any, features: torch.Tensor) -> Output:
+    if isinstance(module.classifier, torch.nn.Linear):
         return Output(module.classifier(head_dropout(module, features)), features)
     return Output(module.classifier(features.unsqueeze(-2)), features)  # RoBERTa's head selects the first token
 
 
-def _mean(module: Any, inputs: Tensors) -> Tensor:
+def _mean(module: Any, inputs: Tensors) -> torch.Tensor:
     """Return the mean over the tokens that are not padding, (example, width)."""
     states = module.base_model(**inputs).last_hidden_state  # (example, token, width)
     attention_mask = inputs.get("attention_mask")
@@ -98,11 +97,11 @@ def _mean_through_relu(module: Any, inputs: Tensors) -> Output:
 
 
 def _unit_mean_through_relu(module: Any, inputs: Tensors) -> Output:
-    return _relu_head(module, functional.normalize(_mean(module, inputs), dim=-1))
+    return _relu_head(module, torch.nn.functional.normalize(_mean(module, inputs), dim=-1))
 
 
-def _relu_head(module: Any, features: Tensor) -> Output:
-    hidden = functional.relu(module.pre_classifier(features))
+def _relu_head(module: Any, features: torch.Tensor) -> Output:
+    hidden = torch.nn.functional.relu(module.pre_classifier(features))
     return Output(module.classifier(head_dropout(module, hidden)), features)
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn import functional
+import torch
 
 from partita.core.model import Output
 from partita.core.tensors import Names, Tensors
@@ -60,7 +59,7 @@ class Layer:
     number: int
 
 
-def general_tags(module: nn.Module) -> dict[str, Names]:
+def general_tags(module: torch.nn.Module) -> dict[str, Names]:
     """Return the tags of every parameter: exactly one role, "layer.N" inside a layer, "pooler" in one, and the tower.
 
     Args:
@@ -84,7 +83,7 @@ def general_tags(module: nn.Module) -> dict[str, Names]:
     return tags
 
 
-def find_layers(module: nn.Module) -> list[Layer]:
+def find_layers(module: torch.nn.Module) -> list[Layer]:
     """Find the layers of a module: the smallest numbered submodules with attention and something else, in order.
 
     A T5 block is a list with an attention block and a feed-forward block, so the block is the layer. A Swin stage is a
@@ -117,7 +116,7 @@ def find_layers(module: nn.Module) -> list[Layer]:
     return _number(module, [tuple(column) for column in columns.values()])
 
 
-def _number(module: nn.Module, layers: Iterable[tuple[str, ...]]) -> list[Layer]:
+def _number(module: torch.nn.Module, layers: Iterable[tuple[str, ...]]) -> list[Layer]:
     """Number the layers. The towers of a vision-language model have numbers of their own; a decoder's go on."""
     order = {path: place for place, (path, _) in enumerate(module.named_modules())}
     layers = sorted(layers, key=lambda paths: order[paths[0]])
@@ -132,7 +131,7 @@ def _number(module: nn.Module, layers: Iterable[tuple[str, ...]]) -> list[Layer]
     return numbered
 
 
-def _layer_role(module: nn.Module, path: str, within: str) -> str:
+def _layer_role(module: torch.nn.Module, path: str, within: str) -> str:
     """Return the role of a parameter inside a layer. `within` is the path from the layer on."""
     parts = within.split(".")
     if any(_matches(MIXED, part) for part in parts):
@@ -154,7 +153,7 @@ def _layer_role(module: nn.Module, path: str, within: str) -> str:
     return OTHER
 
 
-def _outer_role(module: nn.Module, path: str, body: str) -> str:
+def _outer_role(module: torch.nn.Module, path: str, body: str) -> str:
     """Return the role of a parameter outside all layers. What is outside the body belongs to the head."""
     parts = path.split(".")
     if any(_matches(SHARED_BIAS, part) for part in parts):
@@ -166,10 +165,10 @@ def _outer_role(module: nn.Module, path: str, body: str) -> str:
         return "head"
     if _is_norm(module, path, parts):
         return "norm"
-    return "embedding" if is_embedding or isinstance(module.get_submodule(_stem(path)), nn.Embedding) else OTHER
+    return "embedding" if is_embedding or isinstance(module.get_submodule(_stem(path)), torch.nn.Embedding) else OTHER
 
 
-def _is_norm(module: nn.Module, path: str, parts: Iterable[str]) -> bool:
+def _is_norm(module: torch.nn.Module, path: str, parts: Iterable[str]) -> bool:
     owner = type(module.get_submodule(_stem(path))).__name__
     return _matches(IS_NORM, owner) or any(_matches(IS_NORM, part) for part in parts)
 
@@ -250,18 +249,18 @@ def _pixels(module: Any, inputs: Tensors) -> Output:
     """Classify pixels. Logits of fewer pixels are enlarged to the image, as transformers does to compute its loss."""
     out = _logits(module, inputs)
     size = inputs["pixel_values"].shape[-2:]
-    logits = functional.interpolate(out.logits, size=size, mode="bilinear", align_corners=False)
+    logits = torch.nn.functional.interpolate(out.logits, size=size, mode="bilinear", align_corners=False)
     return Output(logits, out.features)  # (example, class, height, width)
 
 
 class _HeadInputs:
     """Records the first tensor that enters a part of the head while the block runs."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         body = _body_path(module).partition(".")[0]
         parts = [part for name, part in module.named_children() if (name != body if body else _matches(IS_HEAD, name))]
         self.parts = parts
-        self.first: Tensor | None = None
+        self.first: torch.Tensor | None = None
 
     def __enter__(self) -> _HeadInputs:
         self.hooks = [part.register_forward_pre_hook(self._record) for part in self.parts]
@@ -271,11 +270,11 @@ class _HeadInputs:
         for hook in self.hooks:
             hook.remove()
 
-    def _record(self, part: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if self.first is None and inputs and isinstance(inputs[0], Tensor):
+    def _record(self, part: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self.first is None and inputs and isinstance(inputs[0], torch.Tensor):
             self.first = inputs[0]
 
-    def pooled(self, mask: Tensor | None) -> Tensor | None:
+    def pooled(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Return the mean over tokens that are not padding, or over pixels, (example, width); None if unknown."""
         state = self.first
         if state is None or state.ndim == 2:
@@ -288,7 +287,7 @@ class _HeadInputs:
         return (state * weights).sum(1) / weights.sum(1).clamp(min=1)
 
 
-def _without_cache(module: nn.Module) -> dict[str, bool]:
+def _without_cache(module: torch.nn.Module) -> dict[str, bool]:
     return {"use_cache": False} if "use_cache" in signature(module.forward).parameters else {}
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from torch import Tensor
+import torch
 
 from partita.core.model import Output
 from partita.core.tensors import Tensors
+from partita.models import Pooling
 from partita.tasks import Head
 
 ROLES = ("query", "key", "value", "output", "mlp", "norm", "embedding", "head")  # and "other", for no role
 
 TagRule = tuple[str, ...]  # pattern of the full parameter name, role, further tags
 Forward = Callable[[Any, Tensors], Output]
-# What the head of a text encoder reads: as in transformers, the mean of all tokens, or that mean at a length of one.
-Pooling = Literal["model", "mean", "unit_mean"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def tag_rules(stem: str, roles: Mapping[str, str], *tags: str) -> tuple[TagRule,
     return tuple((stem + pattern, role, *tags) for pattern, role in roles.items())
 
 
-def head_dropout(module: Any, states: Tensor) -> Tensor:
+def head_dropout(module: Any, states: torch.Tensor) -> torch.Tensor:
     """Apply the dropout before the last layer of a head, if the module has one.
 
     Args:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-from torch import Tensor
-from transformers import AutoModel, CLIPConfig, CLIPModel
 
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.models import ModelError
-from partita.models import pretrained as loading
-from partita.models.architectures.dual_encoders import check_dual_encoder, full_length
-from partita.models.prompts.dual_encoder import DualEncoder, Tokenize, freeze
+from partita.models.from_task import check_has_images
 from partita.tasks import TaskInfo
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+if TYPE_CHECKING:
+    from transformers import CLIPConfig
+
+    from partita.models.prompts.dual_encoder import DualEncoder, Tokenize
+
 # For each shape: config of the image tower, config of the text tower, and width of the shared embedding.
 SHAPES: dict[str, tuple[dict[str, int], dict[str, int], int]] = {
     "tiny": (
@@ -53,7 +53,14 @@ def clip(
         ModelError: If the task does not have one class per image, both or neither of `path` and `shape` are given, or
             the model is not a supported dual encoder.
     """
-    loading.check_has_images(task)
+    from transformers import AutoModel, CLIPModel
+
+    from partita.models import loading
+    from partita.models.architectures.dual_encoders import check_dual_encoder, full_length
+    from partita.models.prompts.dual_encoder import freeze
+
+    check_has_images(task)
+    kind = getattr(torch, dtype)
     if task.kind.inputs != "image" or not task.kind.one_class:
         raise ModelError("clip predicts one class per image; choose a single-label image task")
     if (path is None) == (shape is None):
@@ -67,23 +74,25 @@ def clip(
         loading.check_images(path, config, task)
         module: Any = loading.load_module(path, config, AutoModel, key, has_head=False, fresh_head=False)
         length = full_length(module.text_model.config)
-        return freeze(config.model_type, module, _tokenizer(path, length), task.classes, template, DTYPES[dtype])
+        return freeze(config.model_type, module, _tokenizer(path, length), task.classes, template, kind)
     assert shape is not None
     new = getattr(task, "new", None)  # random towers need a token for each word of the new classes too
     classes = (*task.classes, *(new.classes if new else ()))
     names = [label.replace("_", " ") for label in classes]
     words = sorted({word for text in (template.format(""), *names) for word in _words(text)})
-    with loading.seeded(key):
+    with seeded(key):
         module = CLIPModel(_config(shape, task, len(words)))
-    return freeze(f"random {shape} clip", module, _word_tokenizer(words), task.classes, template, DTYPES[dtype])
+    return freeze(f"random {shape} clip", module, _word_tokenizer(words), task.classes, template, kind)
 
 
 def _tokenizer(path: str, length: int | None) -> Tokenize:
     """Return a tokenizer that pads texts to the longest, or to `length` tokens."""
-    tokenizer = loading.tokenizer_of(path)
+    from partita.models.loading import tokenizer_of
+
+    tokenizer = tokenizer_of(path)
     padding = {"padding": True} if length is None else {"padding": "max_length", "max_length": length}
 
-    def tokenize(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+    def tokenize(texts: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = tokenizer(
             list(texts), **padding, padding_side="right", return_tensors="pt", return_attention_mask=True
         )
@@ -93,6 +102,8 @@ def _tokenizer(path: str, length: int | None) -> Tokenize:
 
 
 def _config(shape: str, task: TaskInfo, words: int) -> CLIPConfig:
+    from transformers import CLIPConfig
+
     vision, text_tower, projection = SHAPES[shape]
     image_size = task.size
     divisors = (part for part in (image_size // 4, image_size // 2, 1) if part and image_size % part == 0)
@@ -110,7 +121,7 @@ def _config(shape: str, task: TaskInfo, words: int) -> CLIPConfig:
 def _word_tokenizer(words: Sequence[str]) -> Tokenize:
     known = {word: place for place, word in enumerate(words, PAD + 1)}
 
-    def tokenize(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+    def tokenize(texts: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
         for text in texts:
             if unknown := [word for word in _words(text) if word not in known]:
                 raise ModelError(f"the random towers have no token for '{unknown[0]}', only for: {', '.join(known)}")

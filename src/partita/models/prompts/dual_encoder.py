@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from partita.core import tensors
@@ -22,7 +21,7 @@ from partita.tasks.losses import class_losses, cross_entropy
 
 SCALE = "logit_scale"
 # From texts to token ids and a mask that is false for padding, each (text, token).
-Tokenize = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
+Tokenize = Callable[[Sequence[str]], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +51,12 @@ class DualEncoder(Model):
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return self.compare(params, self.image_features(inputs)[:, 0], self.precomputed["texts"])
 
-    def losses(self, out: Output, targets: Tensor) -> Tensor:
+    def losses(self, out: Output, targets: torch.Tensor) -> torch.Tensor:
         return cross_entropy(out.logits, targets)
 
     def class_losses(
-        self, out: Output, targets: Tensor, label_smoothing: float, class_weights: Sequence[float]
-    ) -> Tensor:
+        self, out: Output, targets: torch.Tensor, label_smoothing: float, class_weights: Sequence[float]
+    ) -> torch.Tensor:
         return class_losses(out.logits, targets, label_smoothing, class_weights)
 
     def to(self, device: torch.device) -> None:
@@ -91,7 +90,7 @@ class DualEncoder(Model):
         """Return the hidden size of a tower, "vision" or "text"."""
         return int(getattr(self.module, f"{tower}_model").config.hidden_size)
 
-    def features_to_cache(self, inputs: Tensors, patches: bool = False) -> Tensor:
+    def features_to_cache(self, inputs: Tensors, patches: bool = False) -> torch.Tensor:
         """Return the image features to cache, (example, token, feature). They are the same in every round.
 
         Args:
@@ -100,7 +99,7 @@ class DualEncoder(Model):
         """
         return self.encode_image(inputs["pixel_values"].to(self.module.device), patches=patches).cpu()
 
-    def image_features(self, inputs: Tensors, patches: bool = False) -> Tensor:
+    def image_features(self, inputs: Tensors, patches: bool = False) -> torch.Tensor:
         """Return image features without prompts, (example, token, feature), from the cache if the inputs have them.
 
         Args:
@@ -111,7 +110,9 @@ class DualEncoder(Model):
             return inputs[CACHED_STATES]
         return self.encode_image(inputs["pixel_values"], patches=patches)
 
-    def encode_image(self, pixels: Tensor, prompts: Tensor | None = None, patches: bool = False) -> Tensor:
+    def encode_image(
+        self, pixels: torch.Tensor, prompts: torch.Tensor | None = None, patches: bool = False
+    ) -> torch.Tensor:
         """Run the image tower.
 
         Args:
@@ -143,12 +144,12 @@ class DualEncoder(Model):
         found = torch.cat([image, states if spec.pool is None else states[:, first:]], 1) if patches else image
         return tensors.upcast(self._project("visual_projection", found))
 
-    def _project(self, name: str, features: Tensor) -> Tensor:
+    def _project(self, name: str, features: torch.Tensor) -> torch.Tensor:
         """Apply a projection of the module. SigLIP has none, because its towers end in the shared width."""
         projection = getattr(self.module, name, None)
         return features if projection is None else projection(features)
 
-    def gray_image_states(self, tokens: int, depth: int) -> Tensor:
+    def gray_image_states(self, tokens: int, depth: int) -> torch.Tensor:
         """Run a gray image, the mean color of the data, through the image tower.
 
         Args:
@@ -167,7 +168,7 @@ class DualEncoder(Model):
         settings: Any = self.module.vision_model.config
         return image_tower_spec(str(settings.model_type)).image_tokens + getattr(settings, "num_register_tokens", 0)
 
-    def gray_image_patches(self, depth: int) -> Tensor:
+    def gray_image_patches(self, depth: int) -> torch.Tensor:
         """Return the inputs of the first `depth` layers at all patches of a gray image, (layer, patch, width)."""
         tower: Any = self.module.vision_model
         spec, settings = image_tower_spec(str(tower.config.model_type)), tower.config
@@ -181,7 +182,7 @@ class DualEncoder(Model):
                 states = layer(states, *spec.layer_args)
         return torch.stack(inputs)
 
-    def text_features(self, context: Tensor) -> Tensor:
+    def text_features(self, context: torch.Tensor) -> torch.Tensor:
         """Return the text features (class, feature) with `context` (token, width) before each class name."""
         embeddings, attention_mask = self.precomputed["token_embeddings"], self.precomputed["attention_mask"]
         settings = self.module.text_model.config
@@ -193,7 +194,7 @@ class DualEncoder(Model):
         context_mask = attention_mask.new_ones(len(attention_mask), len(context))
         return self.encode_text(states, torch.cat([context_mask, attention_mask], 1)[:, :limit])
 
-    def encode_text(self, states: Tensor, attention_mask: Tensor) -> Tensor:
+    def encode_text(self, states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Run the text tower.
 
         Args:
@@ -214,19 +215,19 @@ class DualEncoder(Model):
                 states = layer(states, None if spec.full_length else attention_mask[:, None, None])
         return tensors.upcast(self._project("text_projection", spec.pool(tower, states, attention_mask)))
 
-    def token_embeddings(self) -> Tensor:
+    def token_embeddings(self) -> torch.Tensor:
         """Return the text tower's embedding of every token, (token, width)."""
         tower: Any = self.module.text_model
-        table: Tensor = tower.get_submodule(text_tower_spec(str(tower.config.model_type)).token_embedding).weight
+        table: torch.Tensor = tower.get_submodule(text_tower_spec(str(tower.config.model_type)).token_embedding).weight
         return table
 
-    def embed(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+    def embed(self, texts: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return embedded tokens (text, token, width) and their padding mask (text, token), false for padding."""
         ids, attention_mask = self.tokenize(texts)
         table = self.token_embeddings()
         return table[ids.to(table.device)], attention_mask.to(table.device)
 
-    def compare(self, params: Tensors, image: Tensor, texts: Tensor) -> Output:
+    def compare(self, params: Tensors, image: torch.Tensor, texts: torch.Tensor) -> Output:
         """Compute logits: cosine similarities of image (example, feature) and texts (class, feature) / temperature."""
         image, texts = functional.normalize(image, dim=-1), functional.normalize(texts, dim=-1)
         return Output(params[SCALE].exp() * image @ texts.to(image.dtype).mT, image)
@@ -276,7 +277,9 @@ def _encode_classes(towers: DualEncoder, classes: Sequence[str]) -> Tensors:
     return {"texts": texts, "token_embeddings": token_embeddings, "attention_mask": attention_mask}
 
 
-def _embed_classes(towers: DualEncoder, texts: Sequence[str], classes: Sequence[str]) -> tuple[Tensor, Tensor]:
+def _embed_classes(
+    towers: DualEncoder, texts: Sequence[str], classes: Sequence[str]
+) -> tuple[torch.Tensor, torch.Tensor]:
     ids, attention_mask = towers.tokenize(texts)
     rows = [tuple(row) for row in ids.tolist()]
     # If a folder lacks the vocabulary, transformers builds a tokenizer with special tokens only.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from partita.core.model import Output
@@ -24,10 +23,10 @@ class FeatureAdapter(PromptModel):
         return self.towers.compare(params, image * gate(params, image), self.towers.precomputed["texts"])
 
 
-def gate(params: Tensors, image: Tensor) -> Tensor:
+def gate(params: Tensors, image: torch.Tensor) -> torch.Tensor:
     """Return the attention weights of image features, (example, feature)."""
 
-    def linear(part: str, value: Tensor) -> Tensor:
+    def linear(part: str, value: torch.Tensor) -> torch.Tensor:
         weight, bias = params[f"adapter.{part}.weight"], params[f"adapter.{part}.bias"]
         return functional.linear(value.to(weight.dtype), weight, bias)
 

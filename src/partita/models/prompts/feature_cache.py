@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from partita.core.model import Output
 from partita.core.rng import Key
@@ -53,7 +52,7 @@ class CachedFeatures(PromptModel):
         return replace(other, known=False)
 
 
-def similarities(image: Tensor, keys: Tensor, beta: float) -> Tensor:
+def similarities(image: torch.Tensor, keys: torch.Tensor, beta: float) -> torch.Tensor:
     """Sum exp(-beta (1 - cosine)) over the keys of each class.
 
     Args:

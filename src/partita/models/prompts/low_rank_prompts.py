@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
 
 from partita.core.model import Output
 from partita.core.rng import Key
@@ -25,7 +25,7 @@ class WithTexts(Output):
     template.
     """
 
-    texts: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
+    texts: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class LowRankPrompts(PromptModel):
         own = self.towers.text_features(params[SHARED] + params[LEFT] @ params[RIGHT])
         out = self.towers.compare(params, self.towers.image_features(inputs)[:, 0], own)
 
-        def texts() -> tuple[Tensor, Tensor, Tensor]:
+        def texts() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             return own, self.towers.text_features(params[SHARED]), self.towers.precomputed["texts"]
 
         return WithTexts(out.logits, out.features, texts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from partita.core.model import Output
@@ -43,7 +42,7 @@ class OptimalTransportPrompts(PromptModel):
         moved = sinkhorn(1 - similarity.detach(), self.mass, self.smoothing, self.iterations)
         return Output(params[SCALE].exp() * (moved * similarity).sum((-1, -2)), states[:, 0])
 
-    def features_to_cache(self, inputs: Tensors) -> Tensor:
+    def features_to_cache(self, inputs: Tensors) -> torch.Tensor:
         return self.towers.features_to_cache(inputs, patches=True)
 
 
@@ -87,7 +86,7 @@ def optimal_transport_prompts(
     return OptimalTransportPrompts(towers, plain.name, plain.initial, plain.tags, mass, smoothing, iterations)
 
 
-def sinkhorn(cost: Tensor, mass: float, smoothing: float, iterations: int) -> Tensor:
+def sinkhorn(cost: torch.Tensor, mass: float, smoothing: float, iterations: int) -> torch.Tensor:
     """Compute the entropy-regularized transport plan of minimum cost from patches to texts.
 
     A patch sends at most 1 / patches. Each text receives exactly mass / texts. The number of iterations is fixed,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
 
 from partita.core import memory, tensors
 from partita.core.model import Model, Output
@@ -40,12 +39,12 @@ class PromptModel(Model):
     initial: Tensors
     tags: Mapping[str, Names]
 
-    def losses(self, out: Output, targets: Tensor) -> Tensor:
+    def losses(self, out: Output, targets: torch.Tensor) -> torch.Tensor:
         return self.towers.losses(out, targets)
 
     def class_losses(
-        self, out: Output, targets: Tensor, label_smoothing: float, class_weights: Sequence[float]
-    ) -> Tensor:
+        self, out: Output, targets: torch.Tensor, label_smoothing: float, class_weights: Sequence[float]
+    ) -> torch.Tensor:
         return self.towers.class_losses(out, targets, label_smoothing, class_weights)
 
     def for_classes(self, classes: tuple[str, ...]) -> PromptModel:
@@ -58,7 +57,7 @@ class PromptModel(Model):
         names = ("prompt.text.global", "prompt.text.local")
         return max((len(self.initial[name]) for name in names if name in self.initial), default=0)
 
-    def features_to_cache(self, inputs: Tensors) -> Tensor:
+    def features_to_cache(self, inputs: Tensors) -> torch.Tensor:
         """Return the image features to cache; see `DualEncoder.features_to_cache`."""
         return self.towers.features_to_cache(inputs)
 
@@ -89,7 +88,7 @@ class DualPrompts(PromptModel):
             states = self.towers.encode_image(inputs["pixel_values"], vision_prompts)
         return self.towers.compare(params, states[:, 0], texts)
 
-    def features_to_cache(self, inputs: Tensors) -> Tensor:
+    def features_to_cache(self, inputs: Tensors) -> torch.Tensor:
         if any({"prompt", "vision"} <= tags for tags in self.tags.values()):
             raise ModelError(
                 "engine.cache_frozen: vision prompts change every layer of the image tower, so nothing can be cached; "
@@ -170,7 +169,7 @@ def dual_prompts(
     return DualPrompts(towers, towers.name, initial, tags, fusion)  # type: ignore[arg-type]
 
 
-def random_prompts(key: Key, *shape: int, std: float | None = INITIAL_STD) -> Tensor:
+def random_prompts(key: Key, *shape: int, std: float | None = INITIAL_STD) -> torch.Tensor:
     """Return normal random numbers of the given shape.
 
     Args:
@@ -188,7 +187,7 @@ def random_prompts(key: Key, *shape: int, std: float | None = INITIAL_STD) -> Te
     return std * torch.randn(shape, generator=key.generator())
 
 
-def _like_tokens(drawn: Tensor, tokens: Tensor) -> Tensor:
+def _like_tokens(drawn: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Give a draw from N(0, 0.02²) the mean and standard deviation of each entry of tokens, (..., token, width).
 
     Towers normalize what they read, so a prompt at another scale than the tokens around it acts at full strength all
@@ -199,7 +198,7 @@ def _like_tokens(drawn: Tensor, tokens: Tensor) -> Tensor:
     return (drawn / INITIAL_STD * std.to(drawn.device) + mean.to(drawn.device)).to(drawn.dtype)
 
 
-def fuse(params: Tensors, tower: str, fusion: str) -> Tensor | None:
+def fuse(params: Tensors, tower: str, fusion: str) -> torch.Tensor | None:
     """Combine the shared and personal prompts of a tower.
 
     Args:
@@ -222,14 +221,14 @@ def fuse(params: Tensors, tower: str, fusion: str) -> Tensor | None:
     return sum(attended[1:], start=attended[0]) / len(attended)
 
 
-def _attend(params: Tensors, name: str, prompts: Mapping[str, Tensor], query_owner: str) -> Tensor:
+def _attend(params: Tensors, name: str, prompts: Mapping[str, torch.Tensor], query_owner: str) -> torch.Tensor:
     query, key, value, output = (params[f"{name}.{part}"] for part in ("query", "key", "value", "output"))
     own, other = prompts[query_owner], prompts["global" if query_owner == "local" else "local"]
     scores = (own @ query.mT) @ (other @ key.mT).mT / math.sqrt(own.shape[-1])  # (..., token, token)
     return own + (scores.softmax(-1) @ (other @ value.mT)) @ output.mT
 
 
-def _start_from_text(towers: DualEncoder, init_text: str, context: Tensor) -> Tensor:
+def _start_from_text(towers: DualEncoder, init_text: str, context: torch.Tensor) -> torch.Tensor:
     states, mask = towers.embed([init_text])
     embeddings = states[0, towers.start_tokens() : int(mask.sum()) - 1].to(context)  # without special tokens
     if len(embeddings) > len(context):

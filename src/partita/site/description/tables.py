@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from partita.core.options import closest_match
 from partita.data import DataError, Federation, Task
@@ -112,7 +111,7 @@ def part_sizes(federation: Federation, client: str) -> dict[str, int]:
     """Return the number of rows in each part of the site's data. Texts that are cut into windows count once."""
     task = federation.task
     parts = federation.parts[federation.clients.index(client)]
-    documents: Tensor | None = getattr(task.train, "documents", None)
+    documents: torch.Tensor | None = getattr(task.train, "documents", None)
     sizes = [len(part) if documents is None else len(documents[part].unique()) for part in parts]
     return dict(zip(("train", "validation", "test", "held out"), (*sizes, _row_count(task.test)), strict=True))
 
@@ -155,7 +154,7 @@ def token_lengths(table: Any) -> Ints | None:
     if not isinstance(table, RaggedExamples | ChoiceExamples):
         return None
     lengths = table.lengths(torch.arange(len(table)))
-    documents: Tensor | None = getattr(table, "documents", None)
+    documents: torch.Tensor | None = getattr(table, "documents", None)
     if documents is not None:
         lengths = torch.zeros(_row_count(table), dtype=torch.long).index_add_(0, documents, lengths.long())
     return lengths.numpy().astype(np.int64)
@@ -186,7 +185,7 @@ def _classes_of(table: Any, task: Task) -> tuple[Ints, Ints]:
         row, place = held.nonzero(as_tuple=True)
     else:
         row, place = torch.arange(len(targets)), targets.long()
-    documents: Tensor | None = getattr(table, "documents", None)
+    documents: torch.Tensor | None = getattr(table, "documents", None)
     if documents is not None:
         codes = (documents[row] * classes + place).unique()
         row, place = codes // classes, codes % classes
@@ -241,5 +240,5 @@ def _column(columns: Mapping[str, NDArray[Any]], name: str) -> list[str]:
 
 def _row_count(table: Any) -> int:
     """Return the number of rows; texts that are cut into windows count once."""
-    documents: Tensor | None = getattr(table, "documents", None)
+    documents: torch.Tensor | None = getattr(table, "documents", None)
     return len(table) if documents is None else int(documents[-1]) + 1 if len(documents) else 0

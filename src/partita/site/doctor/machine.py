@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from torch import Tensor
 
 from partita.core import memory
 from partita.core.plan import RoundInfo, plan_for
@@ -134,5 +133,5 @@ def check_memory(examined: Examined) -> Outcome:
     return ok(shown)
 
 
-def _bytes(values: Mapping[str, Tensor], names: Iterable[str]) -> int:
+def _bytes(values: Mapping[str, torch.Tensor], names: Iterable[str]) -> int:
     return sum(values[name].numel() * values[name].element_size() for name in names)

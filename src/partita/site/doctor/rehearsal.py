@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from partita.core import memory
 from partita.core.data import Batch, ClientData, Examples, text_lengths
@@ -43,10 +42,10 @@ class FewExamples:
     def __len__(self) -> int:
         return self.count
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: torch.Tensor) -> Batch:
         return self.examples.take(indices)
 
-    def lengths(self, indices: Tensor) -> Tensor | None:
+    def lengths(self, indices: torch.Tensor) -> torch.Tensor | None:
         return text_lengths(self.examples, indices)
 
 

@@ -1,0 +1,57 @@
+"""What a model takes from its task: the check for images, the names of the outputs, the tokenizer or processor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from partita.models import ModelError
+from partita.tasks import TaskInfo
+
+
+def check_has_images(task: TaskInfo) -> None:
+    """Raise a ModelError if the task has no square images."""
+    if not (task.channels and task.size):
+        raise ModelError("this model needs square images, but the task has none; choose an image task")
+
+
+def set_labels(config: Any, task: TaskInfo) -> None:
+    """Write the names of the outputs and the problem type of the task into the config."""
+    config.problem_type = task.kind.problem_type
+    config.id2label = dict(enumerate(task.classes))
+    config.label2id = {label: index for index, label in enumerate(task.classes)}
+
+
+def processor_of(task: TaskInfo) -> Any:
+    """Return what turns raw inputs into those of the model, for transformers: the tokenizer, or an image processor.
+
+    None if the task has neither. Pipelines of transformers read images as RGB, so grayscale images have none.
+    """
+    if task.normalization is None or task.channels != 3:
+        return task.tokenizer
+    mean, std = (list(values) * (3 // len(values)) for values in task.normalization)
+    return ImageProcessor(task.kind.head == "segmentation", task.size, tuple(mean), tuple(std))
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """What turns images into the model's input, for transformers. It is built when it is saved."""
+
+    segments: bool
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the image processor of transformers into a folder."""
+        from partita.models.adapter import without_logs
+
+        with without_logs():
+            # Here, because they log that they work without torchvision too.
+            from transformers import SegformerImageProcessor, ViTImageProcessor
+
+            kind: Any = SegformerImageProcessor if self.segments else ViTImageProcessor
+            size = {"height": self.size, "width": self.size}
+            # resample = 3 is bicubic, with which tasks resize images.
+            kind(size=size, image_mean=list(self.mean), image_std=list(self.std), resample=3).save_pretrained(folder)
