@@ -12,11 +12,10 @@ import transformers
 from torch import Tensor
 
 from partita.core.data import IGNORE_INDEX, Batch, ClientData
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.core.tensors import Tensors
 from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import ARCHITECTURES
-from partita.core.rng import seeded
 from partita.tasks import KINDS, TaskKind
 
 CLASSES, WORDS, PAD, END, TOKENS, EXAMPLES, LAYERS = 3, 20, 1, 19, 6, 4, 2

@@ -9,9 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from partita.core import tensors
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.models.adapter import FunctionalModel
-from partita.core.rng import seeded
 from partita.models.pretrained import pretrained
 from partita.models.without_weights import AnyTask
 from partita.tasks import LM, TaskKind

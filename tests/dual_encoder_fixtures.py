@@ -33,9 +33,8 @@ from transformers import (
     VisionTextDualEncoderModel,
 )
 
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.models.adapter import without_logs
-from partita.core.rng import seeded
 from partita.models.prompts.clip import clip
 from partita.models.prompts.dual_encoder import DualEncoder
 

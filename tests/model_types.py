@@ -18,14 +18,13 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from partita.core.data import IGNORE_INDEX, Batch, ClientData
 from partita.core.method import Method
 from partita.core.model import layer_tags
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.core.settings import Run, Training
 from partita.core.tensors import Tensors
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedper import fedper
 from partita.models import ModelError, split_qkv
 from partita.models.adapter import FunctionalModel, from_module, without_logs
-from partita.core.rng import seeded
 from partita.tasks import KINDS
 
 CLASSES, EXAMPLES, TOKENS, VOCABULARY, PAD, START, END, SIZE = 3, 4, 8, 32, 1, 2, 31, 16

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.models.adapter import without_logs
-from partita.core.rng import seeded
 from partita.models.tiny_encoder import SPECIAL
 from partita.models.tiny_seq2seq import write_tiny_seq2seq
 

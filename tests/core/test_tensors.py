@@ -9,7 +9,7 @@ import torch
 from packed_fixtures import pack_per_client
 from torch import Tensor
 
-from partita.core import tensors
+from partita.core import tensors, torch_private
 from partita.core.tensors import Mean, Tensors
 
 A, B = torch.tensor([3.0, -4.0]), torch.tensor([[12.0]])
@@ -199,13 +199,13 @@ def test_mean_does_not_share_memory_with_the_first_addition() -> None:
 def test_mean_of_equal_weights_moves_all_names_with_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """And name by name where weights or types differ. On a GPU each call costs more than its arithmetic."""
     calls: list[int] = []
-    lerp = tensors.foreach_lerp_
+    lerp = torch_private.foreach_lerp_
 
     def counted(means: list[Tensor], parts: list[Tensor], weight: float) -> None:
         calls.append(len(means))
         lerp(means, parts, weight)
 
-    monkeypatch.setattr(tensors, "foreach_lerp_", counted)
+    monkeypatch.setattr(torch_private, "foreach_lerp_", counted)
     mean = Mean()
     mean.add(row(1.0, 8.0), 1.0)
     mean.add(row(5.0, 0.0), 3.0)

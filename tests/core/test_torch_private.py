@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from partita.core import torch_private
-from partita.core.torch_private import RecompileLimitError, limit_recompiles, own_parameters
+from partita.core.torch_private import PRIVATE, RecompileLimitError, limit_recompiles, own_parameters
 
 PACKAGE = Path(torch_private.__file__).parent.parent
-IMPORTED = {"annotations", "contextmanager", "Iterator", "Tensor", "nn", "torch"}
+IMPORTED = {"Any", "Iterator", "PRIVATE", "annotations", "attrgetter", "contextmanager", "torch"}
 WRAPPED = {"_is_view", "_parameters"}  # private names that are reached from a value, not from torch
 LEFT = [-1.0, 2.0, 3.0]
 RIGHT = [4.0, -5.0, 6.0]
@@ -181,7 +181,12 @@ def test_every_name_has_a_test() -> None:
     others |= {"compile_kernel", "limit_recompiles", "RecompileLimitError", "vmap_fallback_warnings"}
     others |= {"version", "without_vmap", "client_dimension", "end_allocate_to_pool", "release_pool"}
     public = {name for name in vars(torch_private) if not name.startswith("_")} - IMPORTED
-    assert public == {*OUT_OF_PLACE, *IN_PLACE, *others}
+    assert public | PRIVATE.keys() == {*OUT_OF_PLACE, *IN_PLACE, *others}
+
+
+def test_a_name_that_is_not_listed_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'foreach_pow'"):
+        _ = torch_private.foreach_pow
 
 
 def private_names(source: str) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from partita.core.data import IGNORE_INDEX, Batch, Examples
 from partita.core.model import Model, Output
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.core.settings import RunError
 from partita.core.tensors import Tensors
 from partita.data import DataError, Task, load, split
@@ -31,7 +31,6 @@ from partita.experiment.config import parse
 from partita.experiment.runner import prepare, start
 from partita.models import ModelError, build
 from partita.models.frozen_cache import cache_frozen
-from partita.core.rng import seeded
 from partita.storage.atomic_files import read_json
 from partita.tasks import losses
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from partita.core.data import IGNORE_INDEX, Batch, Examples
 from partita.core.optim import SGD
 from partita.core.options import OptionError
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.core.rounds import rounds
 from partita.core.settings import Run, Training
 from partita.data import DataError, Task, load, split
@@ -35,7 +35,6 @@ from partita.experiment.config import parse
 from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg
 from partita.models import build
-from partita.core.rng import seeded
 from partita.report import compare, load_run
 from partita.tasks import LM, MULTI_LABEL_TEXT, TEXT, TOKENS
 

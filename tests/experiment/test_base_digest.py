@@ -19,13 +19,12 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import partita
 from partita.core import tensors
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.core.settings import RunError
 from partita.experiment import flower_app, run_folder, runner
 from partita.experiment.audit import audit
 from partita.experiment.builder import build
 from partita.experiment.config import Config, load
-from partita.core.rng import seeded
 
 WEIGHTS = "model.safetensors"
 EXPERIMENT = """

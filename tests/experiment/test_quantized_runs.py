@@ -13,14 +13,13 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import partita
 from partita import models
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.core.settings import RunError
 from partita.core.tensors import Tensors
 from partita.experiment import run_folder, runner
 from partita.experiment.builder import build
 from partita.experiment.config import Config, load
 from partita.models import ModelError
-from partita.core.rng import seeded
 
 EXPERIMENT = """
 rounds = 2

@@ -12,8 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from partita.core import memory, tensors
 from partita.core.memory import SizeError
-from partita.models import ModelError
 from partita.core.rng import seeded
+from partita.models import ModelError
 from partita.tasks import TEXT
 
 

@@ -50,13 +50,12 @@ from transformers import (
 from partita.core import tensors
 from partita.core.memory import SizeError
 from partita.core.model import TagError
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.core.tensors import Tensors
 from partita.models import INDEX, ModelError, architectures, attention, build
 from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import ROLES, Architecture, table_tags
 from partita.models.attention import ALIGNMENT, attention_hook, scaled_dot_product
-from partita.core.rng import seeded
 from partita.models.pretrained import pretrained
 from partita.models.vit import vit
 from partita.tasks import IMAGE, LM, MULTI_LABEL_TEXT, TEXT, TaskKind
@@ -99,7 +98,7 @@ def perturbed(params: Tensors, seed: int = 1) -> Tensors:
 
 def transformers_vit(model: FunctionalModel, params: Tensors, attention: str = "eager") -> ViTForImageClassification:
     """A transformers model with the same weights."""
-    config = ViTConfig(**model.module.config.to_dict(), attn_implementation=attention)
+    config = ViTConfig(**{**model.module.config.to_dict(), "attn_implementation": attention})
     with torch.random.fork_rng(devices=[]):
         module = ViTForImageClassification(config).eval()
     module.load_state_dict(params)
@@ -199,10 +198,11 @@ def test_dropout_is_off_without_seeds() -> None:
     state = torch.get_rng_state()
     assert torch.equal(dropping(params, random_images()).logits, model(params, random_images()).logits)
     assert torch.equal(torch.get_rng_state(), state)
-    model.module.train()
-    model.module.vit.layers[0].attention.attention_dropout = 0.5
+    plain = from_module("plain", ViTForImageClassification(ViTConfig(**model.module.config.to_dict())))
+    plain.module.train()
+    plain.module.vit.layers[0].attention.attention_dropout = 0.5  # type: ignore[union-attr, index]
     with pytest.raises(ModelError, match=r"attention dropout 0.5.*eval mode"):
-        model(params, random_images())
+        plain(params, random_images())
 
 
 # Tags
@@ -682,7 +682,8 @@ def test_per_example_gradients_need_no_vmap_fallback_on_a_vit() -> None:
 
 
 def test_masked_tokens_are_ignored_in_a_block_and_alone() -> None:
-    model, params, inputs, _ = make_block()
+    drawn, params, inputs, _ = make_block()
+    model = from_module("vit", transformers_vit(drawn, drawn.initial))
     mask = noise(5, CLIENTS, EXAMPLES, TOKENS) > -0.5  # (client, example, token)
     mask[:, :, 0] = True
 

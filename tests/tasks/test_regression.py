@@ -19,7 +19,7 @@ from partita.core.data import Batch, ClientData
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.model import Model, Output
 from partita.core.optim import SGD
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.core.tensors import Tensors, equal
 from partita.data import DataError, Federation, Table, Task, split
 from partita.engines.flower.message_checks import check_scores, valid_scores
@@ -28,7 +28,6 @@ from partita.evaluation.metrics import Predictions, Regression
 from partita.methods.fedavg import fedavg
 from partita.models import ModelError, build
 from partita.models.adapter import FunctionalModel, without_logs
-from partita.core.rng import seeded
 from partita.tasks import IMAGE_REGRESSION, TEXT, TEXT_REGRESSION
 from partita.tasks.losses import squared_error
 from partita.training.dp_sgd import clipped_sum

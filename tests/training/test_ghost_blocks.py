@@ -21,12 +21,11 @@ from partita.core.data import Batch, ClientData
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.method import Method
 from partita.core.model import HeadOutput, Model
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.core.tensors import Tensors
 from partita.data import Table
 from partita.methods import build
 from partita.models.adapter import from_module
-from partita.core.rng import seeded
 from partita.tasks import LM, chunked_loss
 from partita.training import ghost_kernels, ghost_layers, private_gradients
 from partita.training.client_axis import VmapError

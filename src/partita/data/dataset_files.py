@@ -13,6 +13,7 @@ from typing import Any
 
 from partita.core.hub import offline_reason
 from partita.core.options import closest_match
+from partita.data.arrow_table import ArrowTable, is_plain
 from partita.data.cache import cached, identity_of_file
 from partita.data.errors import DataError, first_line, need, reading
 
@@ -96,22 +97,26 @@ def _tables_in(folder: Path) -> dict[str, Opener]:
 
 def _concatenate(files: list[Path]) -> Any:
     tables = [_table(file) for file in files]
-    return tables[0] if len(tables) == 1 else need("datasets", "data").concatenate_datasets(tables)
+    if len(tables) == 1:
+        return tables[0]
+    parts = [table.to_dataset() if isinstance(table, ArrowTable) else table for table in tables]
+    return need("datasets", "data").concatenate_datasets(parts)
 
 
 def _table(file: Path) -> Any:
     """Read a table directly from its file: the readers of `datasets` would copy every dataset to the user's cache."""
-    datasets, kind = need("datasets", "data"), file.suffix.lstrip(".")
+    kind = file.suffix.lstrip(".")
     if kind not in TABLES:
         raise DataError(f"{str(file)!r} is not one of {', '.join(TABLES)}; {REMEDY}")
     with reading(f"the {kind} file {str(file)!r}"):
         if kind == "parquet":
             if file.stat().st_size > MAPPED_FROM:
-                return datasets.Dataset.from_file(str(_arrow_copy(file)))
-            return datasets.Dataset(need("pyarrow.parquet", "data").read_table(file))
+                return need("datasets", "data").Dataset.from_file(str(_arrow_copy(file)))
+            table = need("pyarrow.parquet", "data").read_table(file)
+            return ArrowTable(table) if is_plain(table) else need("datasets", "data").Dataset(table)
         if kind == "csv":
             csv = need("pyarrow.csv", "data")
-            return datasets.Dataset(csv.read_csv(file, parse_options=csv.ParseOptions(newlines_in_values=True)))
+            return ArrowTable(csv.read_csv(file, parse_options=csv.ParseOptions(newlines_in_values=True)))
         return _json_table(file)
 
 
@@ -136,14 +141,14 @@ def _arrow_copy(file: Path) -> Path:
 
 def _json_table(file: Path) -> Any:
     """Read a JSON list of objects, or JSON lines."""
-    datasets, pyarrow = need("datasets", "data"), need("pyarrow", "data")
+    pyarrow = need("pyarrow", "data")
     if not _is_json_list(file) and _holds_objects(file):
         # Below, Python's reader names the line, or accepts what pyarrow does not, such as NaN.
         with suppress(pyarrow.ArrowException, UnicodeDecodeError):
-            return datasets.Dataset(_json_lines(file))
+            return ArrowTable(_json_lines(file))
     rows = _records(file)
     names = dict.fromkeys(name for row in rows for name in row)
-    return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
+    return need("datasets", "data").Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
 
 
 def _is_json_list(file: Path) -> bool:

@@ -21,7 +21,7 @@ from partita.core.group_units import number_groups
 from partita.core.options import Count, Range, closest_match
 from partita.core.rng import Key
 from partita.data.dataset_files import ROWS_TOGETHER, Opener, find_parts
-from partita.data.errors import DataError, need, reading
+from partita.data.errors import DataError, reading
 
 # The column whose equal values stay together if a test part is held out. Set by `hold_out_groups`, because every reader
 # of files holds out in the same way and none of them has a reason to know.
@@ -68,7 +68,7 @@ class Columns(Mapping[str, NDArray[Any]]):
 class DatasetPart:
     """The train or test part of a dataset, with its name and row numbers for error messages."""
 
-    data: Any  # datasets.Dataset
+    data: Any  # datasets.Dataset, or an ArrowTable
     where: str  # name of the part in error messages
     rows: NDArray[np.int64] = field(repr=False)  # row numbers in the source, from 0
 
@@ -180,7 +180,6 @@ def load_dataset(
     """
     if isinstance(path, Dataset):
         return path
-    need("datasets", "data")
     parts = find_parts(path, config) if parts is None else parts
     place = Path(path).resolve()
     name = str(path) if not place.exists() else place.stem if place.is_file() else place.name
@@ -237,7 +236,6 @@ def open_parts(
     Raises:
         DataError: If the dataset cannot be read.
     """
-    need("datasets", "data")
     parts = find_parts(path, config) if parts is None else parts
     return {name: _open_part(parts, name, path) for name in parts}
 

@@ -15,6 +15,7 @@ from partita.core.options import closest_match, format_value
 from partita.core.registry import find_function
 from partita.core.rng import Key
 from partita.data import INDEX
+from partita.data.arrow_table import ArrowTable
 from partita.data.errors import DataError, need
 from partita.data.i2b2 import read_i2b2
 from partita.data.labels import is_list
@@ -168,7 +169,8 @@ def _with_classes(
     labels = datasets.Dataset.from_dict(
         {column: codes if several else [code for [code] in codes]}, features=datasets.Features({column: feature})
     )
-    others = part.data.remove_columns(column).select(kept)
+    table = part.data.to_dataset() if isinstance(part.data, ArrowTable) else part.data
+    others = table.remove_columns(column).select(kept)
     return DatasetPart(datasets.concatenate_datasets([others, labels], axis=1), part.where, part.rows[kept])
 
 

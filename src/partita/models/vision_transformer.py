@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from partita.models import ModelError
 from partita.models.attention import NAME, layer_attention
 
 STD = 0.02  # of the initial weights
@@ -114,11 +115,14 @@ class Embeddings(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.cls_token = nn.Parameter(torch.randn(1, 1, config.hidden_size))
-        self.patch_embeddings = PatchEmbeddings(config)
+        self.patch_embeddings, self.image_size = PatchEmbeddings(config), config.image_size
         patches = (config.image_size // config.patch_size) ** 2
         self.position_embeddings = nn.Parameter(torch.randn(1, patches + 1, config.hidden_size))
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        if pixel_values.shape[-2:] != (self.image_size, self.image_size):
+            given = "x".join(map(str, pixel_values.shape[-2:]))
+            raise ModelError(f"the model's image size is {self.image_size}x{self.image_size}, and an image has {given}")
         pixel_values = pixel_values.to(self.patch_embeddings.projection.weight.dtype)
         class_tokens = self.cls_token.expand(pixel_values.shape[0], -1, -1)
         return torch.cat((class_tokens, self.patch_embeddings(pixel_values)), dim=1) + self.position_embeddings

@@ -14,9 +14,9 @@ from partita.core.model import Model, Output
 from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
-from partita.models import CACHED_STATES, ModelError, attention
-from partita.models.adapter import without_logs
+from partita.models import CACHED_STATES, ModelError
 from partita.models.architectures.dual_encoders import image_tower_spec, text_tower_spec
+from partita.models.transformers_attention import use_attention
 from partita.tasks.losses import class_losses, cross_entropy
 
 SCALE = "logit_scale"
@@ -259,8 +259,7 @@ def freeze(
     module.train(False).requires_grad_(False)
     scale = module.logit_scale.detach().float().reshape(()).clone()  # SigLIP's has the shape (1,)
     module.to(dtype)
-    with without_logs():
-        module.set_attn_implementation(attention.NAME)
+    use_attention(module)
     towers = DualEncoder(name, module, tokenize, {}, {SCALE: scale}, {SCALE: frozenset({"head"})}, template)
     towers.precomputed.update(_encode_classes(towers, classes))
     return towers
