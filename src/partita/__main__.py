@@ -1,6 +1,6 @@
 """`python -m partita` is the command `partita`."""
 
-from partita.cli.main import main
+from partita.cli.main import command
 
 if __name__ == "__main__":
-    main()
+    command()

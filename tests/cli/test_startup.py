@@ -11,6 +11,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
+from example_fixtures import write_encoder
 
 import partita
 from partita.experiment.gc_freeze import importing
@@ -25,9 +26,13 @@ SLOW_LIBRARIES = [
     "opacus",
     "pandas",
     "peft",
+    "pyarrow",
     "scipy",
     "sklearn",
+    "sympy",
     "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
     "transformers",
 ]
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,9 +40,10 @@ COMMAND = "import runpy, sys; sys.argv[1:] = {words}; runpy.run_module('partita'
 
 
 def slow_imports(code: str, status: int = 0) -> set[str]:
-    """The slow libraries that the code imports, also if it ends with an exit."""
+    """The slow libraries that the code imports and not only names, also if it ends with an exit."""
     ending = (
-        f"import atexit, sys; atexit.register(lambda: print('brought', *{{*{SLOW_LIBRARIES}}} & {{*sys.modules}}))\n"
+        "import atexit, sys\nfrom partita.cli.lazy_imports import is_loaded\n"
+        f"atexit.register(lambda: print('\\nbrought', *filter(is_loaded, {SLOW_LIBRARIES})))\n"
     )
     done = subprocess.run([sys.executable, "-c", ending + code], capture_output=True, text=True, timeout=120)
     assert done.returncode == status, done.stderr
@@ -45,6 +51,10 @@ def slow_imports(code: str, status: int = 0) -> set[str]:
     word, *found = last.split()
     assert word == "brought"
     return set(found)
+
+
+def brought_by(words: list[object], status: int = 0) -> set[str]:
+    return slow_imports(COMMAND.format(words=[str(word) for word in words]), status)
 
 
 def test_slow_imports_sees_an_import() -> None:
@@ -55,29 +65,107 @@ def test_importing_partita_imports_no_slow_library() -> None:
     assert slow_imports("import partita; dir(partita)") == set()
 
 
-@pytest.mark.parametrize("words", ["--help", "run --help", "flower up --help"])
-def test_help_imports_no_slow_library(words: str) -> None:
-    assert slow_imports(COMMAND.format(words=words.split())) == set()
+@pytest.mark.parametrize(
+    "words", ["--help", "run --help", "flower up --help", "--version", "methods", "methods --json", "methods fedprox"]
+)
+def test_help_and_methods_import_no_slow_library(words: str) -> None:
+    assert brought_by([*words.split()]) == set()
 
 
-@pytest.mark.parametrize("words", ["--version", "methods", "methods --json", "methods fedprox"])
-def test_version_and_methods_import_no_slow_library(words: str) -> None:
-    assert slow_imports(COMMAND.format(words=words.split())) == set()
+@pytest.mark.parametrize("words", [f"config -c {EXAMPLES / 'digits.toml'}", "config --schema", "options", "init"])
+def test_options_and_configs_are_known_without_torch(words: str, tmp_path: Path) -> None:
+    out = ["--out", tmp_path / "new.toml"] if words == "init" else []
+    assert brought_by([*words.split(), *out]) == {"numpy"}
 
 
-def test_ls_imports_no_slow_library() -> None:
-    assert slow_imports(COMMAND.format(words=["ls", "nowhere"]), status=1) == set()
+def test_a_table_is_inspected_without_torch(tmp_path: Path) -> None:
+    rows = "".join(f"a short note number {place},{place % 2},h{place % 3}\n" for place in range(60))
+    (tmp_path / "notes.csv").write_text(f"text,label,hospital\n{rows}")
+    assert brought_by(["data", tmp_path / "notes.csv"]) == {"numpy", "pyarrow"}
 
 
-def test_plan_imports_only_torch_and_the_library_of_the_model() -> None:
-    """numpy comes with torch, and scipy with transformers; older ones import scikit-learn too."""
-    words = ["plan", "-c", str(EXAMPLES / "digits.toml")]
-    assert slow_imports(COMMAND.format(words=words)) <= {"torch", "numpy", "transformers", "scipy", "sklearn"}
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ls nowhere",
+        "report nowhere",
+        "resume nowhere",
+        "audit nowhere",
+        "export nowhere",
+        "evaluate nowhere",
+        "predict nowhere notes.csv",
+        "run -c nowhere.toml",
+        "run -c {digits} --set training.lrr=1",
+        "run -c {digits} --set data.name=text --set data.path=nowhere.csv",
+        "run -c {digits} --set model.name=pretrained --set model.path=no/where/at/all",
+        "compare -c {digits} --methods fedprocks",
+    ],
+)
+def test_paths_and_keys_are_checked_before_torch_is_imported(words: str) -> None:
+    assert "torch" not in brought_by(words.format(digits=EXAMPLES / "digits.toml").split(), status=1)
+
+
+def test_plan_imports_only_torch() -> None:
+    assert brought_by(["plan", "-c", EXAMPLES / "digits.toml"]) == {"torch", "numpy"}
+
+
+@pytest.mark.slow
+def test_commands_import_only_what_they_compute_with(tmp_path: Path) -> None:
+    """sympy comes with torch.vmap of the loss, and torch's compiler with transformers."""
+    words = ["run", "-c", EXAMPLES / "digits.toml", "--rounds", 1, "--out", tmp_path / "digits"]
+    assert brought_by(words) == {"torch", "numpy", "sympy"}
+    assert brought_by(["report", tmp_path / "digits"]) == set()
+    assert brought_by(["ls", tmp_path]) == set()
+    assert brought_by(["export", tmp_path / "digits", "--to", tmp_path / "vit"]) >= {"transformers"}
+    rows = "".join(f"pain in the {('left', 'right')[place % 2]} arm,{place % 2}\n" for place in range(60))
+    (tmp_path / "notes.csv").write_text(f"text,label\n{rows}")
+    (tmp_path / "notes.toml").write_text(NOTES.format(data=tmp_path / "notes.csv", model=write_encoder(tmp_path / "m")))
+    model = {"torch", "torch._dynamo", "numpy", "sympy", "transformers", "pyarrow"}
+    assert brought_by(["run", "-c", tmp_path / "notes.toml", "--out", tmp_path / "notes"]) == model
+    assert brought_by(["export", tmp_path / "notes", "--to", tmp_path / "text"]) == model
+    assert brought_by(["evaluate", tmp_path / "notes"]) == {*model, "scipy"}
+    assert brought_by(["predict", tmp_path / "text", tmp_path / "notes.csv"]) == model
+
+
+NOTES = """rounds = 1
+data = {{name = "text", path = "{data}", text = "text", label = "label", max_length = 16}}
+split = {{name = "iid", clients = 2}}
+model = {{name = "pretrained", path = "{model}"}}
+method = {{name = "fedavg"}}
+"""
 
 
 def test_run_and_site_modules_import_only_torch_numpy_and_flower() -> None:
     both = "import partita.experiment.flower_app, partita.experiment.runner, partita.experiment.preview, partita.report"
-    assert slow_imports(both) == {"torch", "numpy", "flwr"}
+    assert slow_imports(both) <= {"torch", "numpy", "flwr", "sympy"}
+
+
+def loaded_lazily(code: str) -> str:
+    given = "import sys\nfrom partita.cli.lazy_imports import import_lazily, is_loaded\nimport_lazily('torch')\n"
+    done = subprocess.run([sys.executable, "-c", given + code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_lazy_package_is_imported_when_it_is_used() -> None:
+    code = "import torch\nimport torch\nprint(is_loaded('torch'), 'torch._C' in sys.modules)\n"
+    code += "print(int(torch.ones(2).sum()), is_loaded('torch'), type(torch).__name__)"
+    assert loaded_lazily(code).split() == ["False", "False", "2", "True", "module"]
+
+
+@pytest.mark.parametrize("first", ["from torch.nn import functional", "import torch._C", "import torch.utils.data"])
+def test_a_submodule_of_a_lazy_package_exists_once(first: str) -> None:
+    code = f"{first}\nimport torch\nname = {first.split()[1]!r}\n"
+    code += "here = eval(name, {'torch': torch})\nprint(sys.modules[name] is here, here.__spec__.name)"
+    assert loaded_lazily(code).split() == ["True", first.split()[1]]
+
+
+def test_a_lazy_package_that_fails_says_why_each_time(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import not_there_at_all\n")
+    code = f"sys.path.insert(0, {str(tmp_path)!r})\nimport_lazily('broken', 'nowhere_to_be_found')\nimport broken\n"
+    code += "for _ in range(2):\n    try:\n        import broken; broken.name\n"
+    code += "    except ModuleNotFoundError as error:\n        print(error.name)\n"
+    assert loaded_lazily(code).split() == ["not_there_at_all"] * 2
 
 
 def test_type_checking_imports_match_the_lazy_exports() -> None:

@@ -483,7 +483,7 @@ def test_invalid_task_names_and_options_are_refused(name: str, options: dict[str
 def test_missing_datasets_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"needs the package 'datasets': pip install 'partita\[data\]'"):
-        load("images", Key(0), path="anywhere")
+        load("images", Key(0), path="owner/name")
 
 
 def test_data_modules_import_optional_packages_lazily() -> None:

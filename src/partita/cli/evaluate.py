@@ -67,8 +67,11 @@ def evaluate(
 
     For a run folder, this reads the data, the model and all other files named in the run's config.toml.
     """
+    from partita.experiment import run_folder
+
     chosen = parse_round(round)
     _check_out(out)
+    run_folder.require_model(folder)
     from partita.experiment.evaluate import Options, evaluate_folder
 
     options = Options(

@@ -62,6 +62,9 @@ def export(
         raise OptionError("--public is for a repository on the Hub; name it with --push user/name")
     wanted = parse_round(round)
     folder = to or run / _default_name(client, all_clients)
+    from partita.experiment import run_folder
+
+    run_folder.require_run(run)
     from partita.experiment import export as exporting
     from partita.experiment import hub_push
     from partita.experiment.recorded_model import load_recorded_model

@@ -1,4 +1,4 @@
-"""Large libraries that a command imports when it first uses them, not when a module names them.
+"""Large libraries that a command imports when it first uses them, or without parts that it never uses.
 
 Checking a config takes a tenth of a second, and importing torch two. Python 3.15 has a statement for this: `lazy
 import`. importlib's LazyLoader does not serve: a second `import` statement loads the module, and submodules load twice.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, module_from_spec, spec_from_loader
 from types import ModuleType
 from typing import Any
@@ -30,6 +30,15 @@ def import_lazily(*names: str) -> None:
             module.__class__ = _Lazy
             sys.modules[name] = module
     sys.meta_path.insert(0, _Submodules())
+
+
+def lighten_transformers() -> None:
+    """Let transformers import its models without the libraries that partita never uses through it.
+
+    These are torch.distributed, which shards models over machines, and scipy's optimizers, which losses of object
+    detection use. Together they take a second.
+    """
+    sys.meta_path.insert(0, _LightTransformers())
 
 
 def is_loaded(name: str) -> bool:
@@ -83,3 +92,29 @@ class _Present(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self.spec
+
+
+LIBRARIES = "transformers.utils.import_utils"  # says which libraries are there
+LEFT_OUT = ("is_torch_distributed_available", "is_scipy_available")
+
+
+class _LightTransformers:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == LIBRARIES else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _LightLoader(spec.loader)
+        return spec
+
+
+class _LightLoader(Loader):
+    """Lets the module that says which libraries are there deny some."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        vars(module).update(dict.fromkeys(LEFT_OUT, lambda: False))

@@ -29,7 +29,7 @@ from partita.cli import track as track_command
 from partita.cli import tune as tune_command
 from partita.cli import watch as watch_command
 from partita.cli.completion import complete_method, complete_methods
-from partita.cli.lazy_imports import import_lazily
+from partita.cli.lazy_imports import import_lazily, lighten_transformers
 from partita.cli.progress import Verbosity, follow, follow_all
 from partita.cli.stopping import Stopped, stop_on_signals
 from partita.storage.safe_text import printable
@@ -163,10 +163,7 @@ def resume(
     verbosity = _verbosity(quiet, verbose)
     from partita.experiment import run_folder
 
-    if not (folder / run_folder.CONFIG).exists():
-        raise run_folder.RunFolderError(
-            f"{folder} holds no run (it has no {run_folder.CONFIG}); 'partita ls' lists the existing runs"
-        )
+    run_folder.require_run(folder)
     run_folder.complete_extension(folder)
     run_folder.verify(folder)
     if run_folder.finished(folder) and rounds is None:
@@ -271,6 +268,9 @@ def audit(
 
     This reads the data, the model and all other files named in the run's config.toml.
     """
+    from partita.experiment import run_folder
+
+    run_folder.require_run(folder)
     from partita.experiment.audit import audit as attack
     from partita.experiment.audit import failures
     from partita.experiment.run_folder import AUDIT
@@ -394,13 +394,15 @@ def _with_rounds(changes: list[str] | None, rounds: int | None) -> list[str]:
 
 
 def _load(config: Path, changes: list[str] | None = None) -> Config:
-    """Load the config. This imports torch and the model's library, which takes most of the time of a short run."""
+    """Load the config and check its paths, before a command imports torch."""
     from partita.experiment.gc_freeze import importing
 
     with importing():
-        from partita.experiment.config import load
+        from partita.experiment.config import check_paths, load
 
-        return load(config, changes or ())
+        settings = load(config, changes or ())
+        check_paths(settings)
+        return settings
 
 
 def _load_recorded(folder: Path, trust_code: bool) -> Config:
@@ -478,10 +480,16 @@ def _show_warning(message: Warning | str, kind: type[Warning], file: str, *more:
         _print_err(warnings.formatwarning(message, kind, file, *more[:1]).rstrip())
 
 
+def command() -> None:
+    """Run the CLI as a process of its own, in which large libraries are imported late."""
+    import_lazily("torch")
+    lighten_transformers()
+    main()
+
+
 def main() -> None:
     """Run the CLI. Errors that the user can fix print one line; PARTITA_DEBUG=1 shows the traceback."""
     warnings.showwarning = _show_warning  # type: ignore[assignment]
-    import_lazily("torch")
     try:
         with stop_on_signals():
             app()

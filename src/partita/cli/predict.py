@@ -43,6 +43,11 @@ def predict(
 
     For a run folder, this reads the data, the model and all other files named in the run's config.toml.
     """
+    from partita.data.row_stream import check_file
+    from partita.experiment import run_folder
+
+    run_folder.require_model(folder)
+    check_file(file)
     from partita.experiment.predict import Cut, Options, predict_file
 
     chosen = tuple(name.strip() for name in columns.split(",")) if columns else ()

@@ -19,11 +19,12 @@ public replacement, where there is one.
     end_allocate_to_pool   ends what a failed capture of a CUDA graph began
     release_pool           frees the memory that only a failed capture uses
     limit_recompiles       number of programs that torch.compile may make of a function
+    operations             the FLOPs of a call, without the import of the compiler          FlopCounterMode
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -118,3 +119,32 @@ def limit_recompiles(limit: int) -> Iterator[None]:
             yield
     except _dynamo.exc.FailOnRecompileLimitHit as error:
         raise RecompileLimitError(f"a function needs more than {limit} compiled programs") from error
+
+
+def operations(function: Callable[[], object]) -> int:
+    """Return the FLOPs of a call, as torch's FlopCounterMode counts them, which would import the compiler."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
+
+    class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        total: int = 0
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func not in flop_registry and func is not torch.ops.prim.device.default:
+                with self:
+                    parts = func.decompose(*args, **(kwargs or {}))
+                if parts is not NotImplemented:
+                    return parts
+            out = func(*args, **(kwargs or {}))
+            if (formula := flop_registry.get(func._overloadpacket)) is not None:
+                self.total += formula(*args, **(kwargs or {}), out_val=out)
+            return out
+
+    with Counter() as counter:  # type: ignore[no-untyped-call]
+        function()
+    total: int = counter.total
+    return total

@@ -84,7 +84,9 @@ class ArrowTable:
     def _part(self, start: int, stop: int) -> Any:
         if self.rows is None:
             return self.table.slice(start, stop - start)
-        return self.table.take(self.rows[start:stop])
+        rows, pyarrow = np.ascontiguousarray(self.rows[start:stop], np.int64), need("pyarrow", "data")
+        # Not from the array itself, for which pyarrow imports pandas.
+        return self.table.take(pyarrow.Array.from_buffers(pyarrow.int64(), len(rows), [None, pyarrow.py_buffer(rows)]))
 
 
 def is_plain(table: Any) -> bool:

@@ -61,13 +61,18 @@ def find_parts(path: str | Path, config: str | None) -> dict[str, Opener]:
     return openers
 
 
+def check_place(path: str) -> None:
+    """Raise a DataError if a path is neither here nor the id of a dataset on the Hub."""
+    if not Path(path).exists() and not HUB_ID.fullmatch(path):
+        raise DataError(f"there is no file or folder '{path}'; {REMEDY}")
+
+
 def _in_memory(parts: Mapping[str, Any]) -> dict[str, Opener]:
     return {name: lambda data=data: data for name, data in parts.items()}  # type: ignore[misc]
 
 
 def _from_hub(name: str, config: str | None) -> dict[str, Opener]:
-    if not HUB_ID.fullmatch(name):
-        raise DataError(f"there is no file or folder '{name}'; {REMEDY}")
+    check_place(name)
     datasets, offline = need("datasets", "data"), offline_reason()
     online, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, offline is not None
     try:
@@ -148,7 +153,8 @@ def _json_table(file: Path) -> Any:
             return ArrowTable(_json_lines(file))
     rows = _records(file)
     names = dict.fromkeys(name for row in rows for name in row)
-    return need("datasets", "data").Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    return ArrowTable(need("datasets", "data").Dataset.from_dict(columns).data.table)  # it finds the types
 
 
 def _is_json_list(file: Path) -> bool:

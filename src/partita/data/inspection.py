@@ -292,6 +292,8 @@ def _image_size(part: DatasetPart, column: str | None) -> tuple[int, int] | None
     if column is None:
         return None
     feature = part.data.features[column]
+    if type(feature).__name__ != "Image":
+        return None
     kept = part.data.cast_column(column, need("datasets", "data").Image(decode=False))[0][column]
     try:
         size: tuple[int, int] = feature.decode_example(kept).size

@@ -38,15 +38,20 @@ def stream_rows(path: Path, column: str, together: int) -> Iterator[list[Row]]:
         yield chunk
 
 
+def check_file(path: Path) -> None:
+    """Raise a DataError if there is no such file or folder."""
+    if not path.exists():
+        raise DataError(f"there is no file or folder '{path}'; name a file ({', '.join(KINDS)}) or images")
+
+
 def _rows(path: Path, column: str) -> Iterator[Row]:
+    check_file(path)
     kind = path.suffix.lstrip(".").lower()
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
         if not files:
             raise DataError(f"the folder '{path}' holds no images; name a file ({', '.join(KINDS)})")
         yield from ({"id": str(file.relative_to(path)), column: str(file)} for file in files)
-    elif not path.is_file():
-        raise DataError(f"there is no file or folder '{path}'; name a file ({', '.join(KINDS)}) or images")
     elif path.suffix.lower() in IMAGE_SUFFIXES:
         yield {"id": path.name, column: str(path)}
     elif kind == "parquet":

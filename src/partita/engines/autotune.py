@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from partita.core import memory, tensors
 from partita.core.client import ClientState, begin_round
@@ -21,6 +20,7 @@ from partita.core.model import Model
 from partita.core.plan import RoundInfo, plan_for
 from partita.core.rounds import initial_server, make_job
 from partita.core.settings import Run, RunError
+from partita.core.torch_private import operations
 from partita.training.cuda_capture import CudaRecorder
 from partita.training.cuda_graphs import GraphCache
 from partita.training.local_training import train_clients
@@ -74,9 +74,9 @@ def batch_operations(run: Run, model: Model, examples: Examples) -> float:
     """Estimate the FLOPs of one batch from one example. A backward pass costs as much as two forward passes."""
     batch = examples.take(torch.zeros(1, dtype=torch.long))
     device = next(iter(model.initial.values())).device
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(model.initial, tensors.to(batch.inputs, device))
-    return 3.0 * run.training.batch_size * counter.get_total_flops()
+    with torch.no_grad():
+        forward = operations(lambda: model(model.initial, tensors.to(batch.inputs, device)))
+    return 3.0 * run.training.batch_size * forward
 
 
 def check_block(run: Run, model: Model, clients: Sequence[str], block: int) -> None:

@@ -315,13 +315,23 @@ def _gathered(batches: Iterator[Predictions]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _f1(truth: NDArray[Any], guesses: NDArray[Any]) -> dict[str, float]:
-    from sklearn.metrics import f1_score
+    """Return the mean F1 over the classes that occur, and the F1 of all classes pooled; nothing if none occurs.
 
-    scores = {
-        f"{average}_f1": float(f1_score(truth, guesses, average=average, zero_division=np.nan))
-        for average in ("macro", "micro")
-    }
-    return {name: value for name, value in scores.items() if not math.isnan(value)}
+    Args:
+        truth: One class per example, (example,); or whether each class is a label, (example, class).
+        guesses: Likewise.
+    """
+    if truth.ndim == 1:
+        count = 1 + max(truth.max(), guesses.max())
+        hits, *both = (np.bincount(each, minlength=count) for each in (truth[truth == guesses], truth, guesses))
+    else:
+        hits, *both = ((truth & guesses).sum(0), truth.sum(0), guesses.sum(0))
+    found = both[0] + both[1]
+    occurring = found > 0
+    if not occurring.any():
+        return {}
+    macro = float(np.mean(2 * hits[occurring] / found[occurring]))
+    return {"macro_f1": macro, "micro_f1": float(2 * hits.sum() / found.sum())}
 
 
 def _auroc(truth: NDArray[Any], scores: NDArray[Any]) -> dict[str, float]:

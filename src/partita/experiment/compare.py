@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from partita.experiment import run_folder
-from partita.experiment.config import Config, ConfigError, load, settings_by_key
+from partita.experiment.config import Config, ConfigError, check_paths, load, settings_by_key
 from partita.experiment.process_pool import run_in_processes
 from partita.experiment.run_names import method_label, overrides_of, split_methods
-from partita.experiment.runner import check_same_run, start, start_or_resume
 from partita.storage.processes import this_process
 from partita.storage.safe_text import label_folder
 
@@ -69,6 +68,8 @@ def expand(
         if overwrite:
             run_folder.refuse_others(folder)
         elif (folder / run_folder.CONFIG).exists():
+            from partita.experiment.runner import check_same_run
+
             check_same_run(settings, folder)
     return planned
 
@@ -127,6 +128,8 @@ def announce(planned: list[Planned]) -> Path | None:
 
 def _run_one(folder: Path, settings: Config, threads: int, overwrite: bool) -> None:
     settings = replace(settings, engine=replace(settings.engine, threads=settings.engine.threads or threads))
+    from partita.experiment.runner import start, start_or_resume
+
     for _ in start(settings, folder, overwrite=True) if overwrite else start_or_resume(settings, folder):
         pass
 
@@ -141,6 +144,7 @@ def load_method(config: Path, changes: Iterable[str], spec: str) -> Config:
     """
     own, other = overrides_of(spec)
     settings, old = load(config, [*changes, "method={}", *own, *other]), dict[str, str]()
+    check_paths(settings)
     with suppress(ValueError):  # the other options may be needed to make the config valid; then the label shows all
         old = settings_by_key(load(config, [*changes, "method={}", *own])) if other else {}
     new = settings_by_key(settings)

@@ -30,6 +30,8 @@ from partita.core.own_code import Reference
 from partita.core.registry import find_function
 from partita.core.sampling import SAMPLING
 from partita.core.secure_settings import SecureAggregation
+from partita.data.dataset_files import check_place
+from partita.data.other_data import DOCUMENTS
 from partita.experiment.config_code import anchored, changed, check_recorded, code_digests, portable, references_in
 from partita.experiment.config_tables import (
     CheckpointConfig,
@@ -44,6 +46,7 @@ from partita.experiment.run_names import method_label, method_options, option_te
 from partita.experiment.trusted_code import check_trusted
 from partita.models.adapter_options import TABLE as ADAPTER_TABLE
 from partita.models.adapter_options import AdapterOptions, adapter_options
+from partita.models.from_task import check_path
 from partita.privacy.guard import PrivacyConfig
 
 
@@ -249,6 +252,16 @@ def load(path: Path, changes: Iterable[str] = ()) -> Config:
     for change in changes:
         apply_override(raw, change)
     return parse(raw)
+
+
+def check_paths(config: Config) -> None:
+    """Raise an error if the data or the model is at a path that does not exist."""
+    for table, index, check in (
+        (config.data, data.INDEX.keys() - {*DOCUMENTS}, check_place),
+        (config.model, models.INDEX, check_path),
+    ):
+        if table["name"] in index and isinstance(path := table.get("path"), str):
+            check(path)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -158,15 +158,11 @@ def open_source(
     Raises:
         ValueError: If it is neither, or there is no such round or client.
     """
+    run_folder.require_model(folder)
     if exported.holds_export(folder):
         if client is not None:
             raise OptionError(f"--client needs a run folder, but {folder} is an exported model; name its run")
         return _open_export(folder, base, _device(device))
-    if not (folder / run_folder.CONFIG).is_file():
-        raise run_folder.RunFolderError(
-            f"{folder} holds neither a run ({run_folder.CONFIG}) nor an exported model ({exported.FILE}); 'partita ls' "
-            "lists the runs"
-        )
     recorded = load_recorded_model(folder, round, trust_code)
     experiment, config = recorded.experiment, recorded.experiment.config
     task = experiment.federation.task

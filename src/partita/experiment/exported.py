@@ -16,10 +16,10 @@ from partita import data
 from partita.core.options import closest_match
 from partita.experiment.builder import Experiment
 from partita.experiment.config_code import portable
+from partita.experiment.run_folder import EXPORTED
 from partita.storage import atomic_files
 from partita.tasks import KINDS
 
-FILE = "partita.json"
 FORMAT = 1  # raised when a reader of the old format would misunderstand the new one
 MAX_BYTES = 2**24
 # model: a folder of transformers. adapter: one of PEFT. prompts: prompts for a frozen dual encoder, with their loader.
@@ -152,12 +152,12 @@ def base_of(model: Mapping[str, Any], digest: str = "") -> Base:
 
 def write_export(folder: Path, export: Export) -> None:
     """Write `partita.json` into a folder."""
-    atomic_files.write(folder / FILE, (json.dumps(dataclasses.asdict(export), indent=1) + "\n").encode())
+    atomic_files.write(folder / EXPORTED, (json.dumps(dataclasses.asdict(export), indent=1) + "\n").encode())
 
 
 def holds_export(folder: Path) -> bool:
     """Return whether a folder says that it holds an exported model."""
-    return (folder / FILE).is_file()
+    return (folder / EXPORTED).is_file()
 
 
 def read_export(folder: Path) -> Export:
@@ -166,9 +166,9 @@ def read_export(folder: Path) -> Export:
     Raises:
         ExportError: If there is none, or it is not as partita writes it.
     """
-    path = folder / FILE
+    path = folder / EXPORTED
     if not path.is_file():
-        raise ExportError(f"{folder} has no {FILE}; give a folder that 'partita export' wrote")
+        raise ExportError(f"{folder} has no {EXPORTED}; give a folder that 'partita export' wrote")
     try:
         raw = atomic_files.parse_json(atomic_files.read(path, MAX_BYTES), str(path))
     except (atomic_files.DamageError, atomic_files.LinkError) as error:

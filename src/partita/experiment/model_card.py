@@ -21,7 +21,7 @@ from partita.experiment import run_folder
 from partita.experiment.exported import Export, Form
 from partita.experiment.recorded_model import RecordedModel
 from partita.methods.cards import card as method_card
-from partita.models.loading import HUB_ID
+from partita.models.from_task import HUB_ID
 from partita.privacy.disclosure import OUTSIDE_ROWS, ROW, Unit
 from partita.storage.atomic_files import read_json
 from partita.storage.safe_text import printable

@@ -45,6 +45,7 @@ PROGRESS = "progress.json"  # only while the run goes on, or if it failed or was
 EXTENSION = "extension.json"  # only while files are replaced to extend the run
 IDENTITY = "run"  # entry in the checksums of an extended run: its identity, which is that of the shorter run
 OUTDATED = (RESULT, AUDIT, SAMPLES)  # files about the run as it was before an extension
+EXPORTED = "partita.json"  # what an exported model is
 REMEDY = "restore it from a copy, or start a new run in another folder"
 
 
@@ -65,6 +66,20 @@ def to_json(value: Any) -> bytes:
 def write_checksums(folder: Path, names: Iterable[str]) -> None:
     """Write the digests of these files. They are written after the files, and identify the run."""
     write_json(folder / CHECKSUMS, {name: atomic_files.digest(atomic_files.read(folder / name)) for name in names})
+
+
+def require_run(folder: Path) -> None:
+    """Raise a RunFolderError if a folder holds no run."""
+    if not (folder / CONFIG).is_file():
+        raise RunFolderError(f"{folder} holds no run (it has no {CONFIG}); 'partita ls' lists the existing runs")
+
+
+def require_model(folder: Path) -> None:
+    """Raise a RunFolderError if a folder holds neither a run nor an exported model."""
+    if not (folder / CONFIG).is_file() and not (folder / EXPORTED).is_file():
+        raise RunFolderError(
+            f"{folder} holds neither a run ({CONFIG}) nor an exported model ({EXPORTED}); 'partita ls' lists the runs"
+        )
 
 
 def verify(folder: Path) -> str | None:

@@ -1,13 +1,26 @@
-"""What a model takes from its task: the check for images, the names of the outputs, the tokenizer or processor."""
+"""What is known of a model before its library is imported: its path, and what it takes from its task."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from partita.models import ModelError
 from partita.tasks import TaskInfo
+
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+REMEDY = "give a folder written by save_pretrained, or the id of a model on the Hub"
+
+
+def check_path(path: str) -> None:
+    """Raise a ModelError if a path is neither a folder with a model nor the id of one on the Hub."""
+    folder = Path(path).is_dir()
+    if folder and not (Path(path) / "config.json").is_file():
+        raise ModelError(f"the folder '{path}' has no config.json; give a folder written by save_pretrained")
+    if not folder and not HUB_ID.fullmatch(path):
+        raise ModelError(f"there is no folder '{path}'; {REMEDY}")
 
 
 def check_has_images(task: TaskInfo) -> None:

@@ -25,7 +25,7 @@ from partita.core.tensors import Names, Tensors
 from partita.models import ModelError, split_qkv
 from partita.models.adapter import frozen_parameters, without_logs
 from partita.models.architectures import ARCHITECTURES, architecture, forward_of, head_names
-from partita.models.from_task import set_labels
+from partita.models.from_task import REMEDY, check_path, set_labels
 from partita.models.quantization import Mode, quantizable, stored_bytes
 from partita.tasks import KINDS, TaskInfo
 
@@ -33,8 +33,6 @@ POSITIONS_AFTER_PADDING = ("camembert", "roberta", "xlm-roberta")  # positions s
 ANY_SIZE = ("dinov2", "dinov2_with_registers")  # they interpolate position embeddings to the image size
 FULLY_CONVOLUTIONAL = ("swin", "swinv2", "segformer")  # they take images of any size that their windows divide
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-REMEDY = "give a folder written by save_pretrained, or the id of a model on the Hub"
 TOKENIZER_REMEDY = "copy the files of the original model's tokenizer into the folder"
 
 
@@ -74,11 +72,8 @@ def load_config(path: str) -> Any:
     Raises:
         ModelError: If there is no config, or it cannot be read.
     """
+    check_path(path)
     folder = Path(path).is_dir()
-    if folder and not (Path(path) / "config.json").is_file():
-        raise ModelError(f"the folder '{path}' has no config.json; give a folder written by save_pretrained")
-    if not folder and not HUB_ID.fullmatch(path):
-        raise ModelError(f"there is no folder '{path}'; {REMEDY}")
     offline = None if folder else offline_reason()
     try:
         with without_logs():
