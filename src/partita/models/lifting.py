@@ -19,9 +19,10 @@ def why_one_by_one(model: Model, inputs: Tensors) -> str:
 
     Args:
         model: The model. Its parameters are not copied.
-        inputs: Inputs of a batch. Only the first example is used.
+        inputs: Inputs of a batch, on any device. Only the first example is used.
     """
-    one = {name: value[:1] for name, value in inputs.items()}
+    device = next(iter(model.initial.values())).device
+    one = {name: value[:1].to(device) for name, value in inputs.items()}
     params = {name: value.detach() for name, value in model.initial.items()}
     both = {name: value.expand(2, *value.shape).requires_grad_() for name, value in params.items()}
     given = {name: value.expand(2, *value.shape) for name, value in one.items()}
