@@ -10,8 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,6 +46,18 @@ class Config:
         return json.dumps(self.to_dict(), sort_keys=True)
 
 
+class Logits(NamedTuple):
+    """What the model returns, under transformers' name."""
+
+    logits: torch.Tensor
+
+
+class States(NamedTuple):
+    """What the encoder returns, under transformers' name."""
+
+    last_hidden_state: torch.Tensor  # (example, token, width)
+
+
 class VisionTransformer(nn.Module):
     """Classifies images from the class token. `vit` is the encoder, `classifier` the head."""
 
@@ -65,9 +76,8 @@ class VisionTransformer(nn.Module):
     def base_model(self) -> Encoder:
         return self.vit
 
-    def forward(self, pixel_values: torch.Tensor) -> Any:
-        """Return an object with the logits, as transformers does."""
-        return SimpleNamespace(logits=self.classifier(self.vit(pixel_values).last_hidden_state[:, 0]))
+    def forward(self, pixel_values: torch.Tensor) -> Logits:
+        return Logits(self.classifier(self.vit(pixel_values).last_hidden_state[:, 0]))
 
     def to_transformers(self, state: Mapping[str, torch.Tensor]) -> Any:
         """Return transformers' module with these parameters."""
@@ -92,12 +102,11 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList([GradientCheckpointingLayer(config) for _ in range(config.num_hidden_layers)])
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=1e-12)
 
-    def forward(self, pixel_values: torch.Tensor) -> Any:
-        """Return the states of all tokens as `last_hidden_state`, (example, token, width)."""
+    def forward(self, pixel_values: torch.Tensor) -> States:
         states = self.embeddings(pixel_values)
         for layer in self.layers:
             states = layer(states)
-        return SimpleNamespace(last_hidden_state=self.layernorm(states))
+        return States(self.layernorm(states))
 
 
 class PatchEmbeddings(nn.Module):
