@@ -239,11 +239,12 @@ def test_push_is_refused_before_any_work(
     stub: type[Stub], tmp_path: Path, run_partita: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refusal(repository: str = "ann/model") -> str:
-        code, _, told = run_partita("export", tmp_path / "no run", "--push", repository)
+        code, _, told = run_partita("export", tmp_path, "--push", repository)
         assert code == 1
         assert told.count("\n") == 1, "one line"
         return told
 
+    (tmp_path / "config.toml").touch()  # of a run that never started
     assert "--push is 'model'; give a repository on the Hub as user/name" in refusal("model")
     stub.known = False
     assert "the Hub refuses the token: " in refusal()

@@ -270,9 +270,12 @@ def test_report_shows_claim_spending_checks_and_attacks(tmp_path: Path) -> None:
 
 
 def test_budget_and_audit_commands_print_results_and_exit_codes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     from partita.cli.main import app
+
+    run = str(tmp_path)
+    (tmp_path / "config.toml").touch()
 
     app(
         ["budget", "--noise", "20", "--examples", "100", "--batch", "10", "--rounds", "2", "--json"],
@@ -292,14 +295,14 @@ def test_budget_and_audit_commands_print_results_and_exit_codes(
         "bound": {"epsilon": 1.4, "right": 9, "guesses": 10},
     }
     monkeypatch.setattr("partita.experiment.audit.audit", lambda folder, canaries, shadows, trust_code, group: found)
-    assert app(["audit", "runs/x", "--canaries", "20"], standalone_mode=False) == 0
+    assert app(["audit", run, "--canaries", "20"], standalone_mode=False) == 0
     out = capsys.readouterr().out
     assert "yes  noise multiplier: measured 1.99, charged 2 (9 samples)" in out
     assert "canaries: AUC 0.900, 50.0% true positives" in out
     assert "at least 1.4: 9 of 10 guesses were right" in out
     assert "claimed to be at most 2" in out
     found["claim"] = {"planned": 1.0}
-    assert app(["audit", "runs/x", "--json"], standalone_mode=False) == 1
+    assert app(["audit", run, "--json"], standalone_mode=False) == 1
     assert json.loads(capsys.readouterr().out) == found
-    assert app(["audit", "runs/x"], standalone_mode=False) == 1
+    assert app(["audit", run], standalone_mode=False) == 1
     assert "does not hold: epsilon is at least 1.4, and 1 was claimed" in capsys.readouterr().out
