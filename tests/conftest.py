@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from budget import Budget, mark_other_cases_slow
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -22,9 +24,23 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # No test cuts the power, so fsync would only cost time.
 os.fsync = lambda handle: None  # type: ignore[assignment]
 
+# Without PYTHONDONTWRITEBYTECODE, pytest keeps the tests whose asserts it rewrote, which halves the time of collection.
+# Here they are kept in any case, in the folders __pycache__ that git ignores.
+sys.dont_write_bytecode = False
+
 # Collection imports torch, transformers and more, and nearly all of these objects stay alive: the garbage collector
 # should not scan them, neither during collection nor later.
 gc.disable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the process that started the workers
+        config.pluginmanager.register(Budget())
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_other_cases_slow(items, config.args)
 
 
 def pytest_collection_finish() -> None:

@@ -23,6 +23,7 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(federations, "_toy", lambda: federation)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("smaller")
 def test_a_correct_method_keeps_all_promises(run_partita: Shell) -> None:
     code, out, err = run_partita("check", "fedprox", "--set", "method.mu=0.5")
@@ -36,6 +37,7 @@ def test_a_correct_method_keeps_all_promises(run_partita: Shell) -> None:
     assert last.startswith("fedprox keeps all promises (")
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.usefixtures("smaller")
 @pytest.mark.parametrize(
     ("file", "broken", "reason"),
@@ -73,6 +75,7 @@ def test_broken_promise_does_not_stop_the_check(run_partita: Shell) -> None:
     assert "breaks 1 of 21 promises: server state unchanged (" in out
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -91,6 +94,7 @@ def test_wrong_names_and_options_are_errors(words: list[str], error: str, run_pa
     assert error in err
 
 
+@pytest.mark.slow
 def test_without_a_name_all_methods_have_one_line(run_partita: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     from partita import methods
 
@@ -111,6 +115,7 @@ def test_methods_are_checked_on_a_model_that_they_accept() -> None:
     assert federation_for(build("promptfl")).about.startswith("a small random CLIP")
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     "words",
     [

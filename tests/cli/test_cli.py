@@ -76,6 +76,7 @@ def test_run_command_writes_records_and_a_report(run_partita: Shell, config: Pat
     assert [(row["label"], row["finished"]) for row in json.loads(out)] == [("fedfrozen(warmup=2)", True)]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedfrozen", "local-only", "centralized"])
 def test_plan_command_predicts_the_bytes_of_a_run(
     method: str, run_partita: Shell, config: Path, tmp_path: Path
@@ -98,6 +99,7 @@ def test_plan_command_predicts_the_bytes_of_a_run(
         assert {"up": up, "down": down} == row["bytes"]
 
 
+@pytest.mark.slow
 def test_plan_command_groups_by_role_layer_or_name(run_partita: Shell, config: Path) -> None:
     for by, expected in (("role", "query"), ("layer", "layer.0"), ("name", "vit.layers.0.attention.q_proj.weight")):
         code, out, _ = run_partita("plan", "-c", config, "--round", 3, "--by", by)
@@ -108,6 +110,7 @@ def test_plan_command_groups_by_role_layer_or_name(run_partita: Shell, config: P
     assert groups["query"]["trains"] == groups["query"]["up"] == 0 < groups["value"]["up"]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("times", "told"), [(90.0, "about 90 times slower than float32"), (1.9, None)])
 def test_slow_bfloat16_on_a_cpu_gives_a_one_line_warning(
     times: float, told: str | None, run_partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +170,7 @@ def test_resume_command_continues_a_run_and_run_refuses_to_restart_it(
 
 
 # With two jobs, each process imports torch and transformers again, which is slow.
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_compare_command_covers_methods_and_seeds(jobs: int, run_partita: Shell, config: Path, tmp_path: Path) -> None:
     words = ["compare", "-c", config, "--methods", "fedavg, fedprox(mu=0.5)", "--seeds", 2, "--out", tmp_path / "out"]
@@ -269,6 +273,7 @@ BAD_INPUT = {
 }
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("what", BAD_INPUT)
 def test_bad_input_gives_one_clear_message(what: str, run_partita: Shell, config: Path, tmp_path: Path) -> None:
     changes, message = BAD_INPUT[what]
@@ -282,6 +287,7 @@ def test_bad_input_gives_one_clear_message(what: str, run_partita: Shell, config
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_clients_too_small_for_a_test_part_still_train(run_partita: Shell, config: Path, tmp_path: Path) -> None:
     changes = ["--set", "split.clients=160", "--set", "rounds=1"]
     assert run_partita("run", "-c", config, "--out", tmp_path / "run", *changes)[0] == 0
@@ -289,6 +295,7 @@ def test_clients_too_small_for_a_test_part_still_train(run_partita: Shell, confi
     assert row["personal"] == {}, "one example each, used for training"
 
 
+@pytest.mark.slow
 def test_resume_command_names_a_damaged_checkpoint_and_loses_nothing(
     run_partita: Shell, config: Path, tmp_path: Path
 ) -> None:
@@ -311,6 +318,7 @@ def test_resume_command_names_a_damaged_checkpoint_and_loses_nothing(
     assert json.loads((folder / "result.json").read_text())["digest"] == before["digest"]
 
 
+@pytest.mark.slow
 def test_full_disk_during_a_run_command_loses_nothing(
     run_partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def make_encoder(folder: Path) -> Path:
 # partita data
 
 
+@pytest.mark.slow
 def test_data_command_shows_columns_and_a_config_that_runs(run_partita: Shell, tmp_path: Path) -> None:
     write_csv(tmp_path / "notes.csv")
     make_encoder(tmp_path / "encoder")
@@ -65,6 +66,7 @@ def test_data_command_shows_columns_and_a_config_that_runs(run_partita: Shell, t
     assert shown["toml"].splitlines()[0] in text
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", ["tokens", "images"])
 def test_suggested_config_of_other_tasks_runs(kind: str, run_partita: Shell, tmp_path: Path) -> None:
     if kind == "tokens":
@@ -80,6 +82,7 @@ def test_suggested_config_of_other_tasks_runs(kind: str, run_partita: Shell, tmp
     assert row["test"]
 
 
+@pytest.mark.slow
 def test_data_command_shows_no_whole_record_and_escapes_control_characters(run_partita: Shell, tmp_path: Path) -> None:
     write_csv(tmp_path / "notes.csv", escape="\x1b[2J")
     _, out, _ = run_partita("data", "notes.csv")
@@ -96,6 +99,7 @@ def test_data_command_shows_no_whole_record_and_escapes_control_characters(run_p
     assert "2 classes: class 1 30, class 2 30" in run_partita("data", "notes.csv", "--no-values")[1]
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -123,6 +127,7 @@ def test_mistakes_give_one_clear_line(words: list[str], message: str, run_partit
 # partita init
 
 
+@pytest.mark.slow
 def test_init_fills_in_what_the_data_says_and_the_config_runs(run_partita: Shell, tmp_path: Path) -> None:
     write_csv(tmp_path / "notes.csv")
     make_encoder(tmp_path / "encoder")
@@ -145,6 +150,7 @@ def test_init_fills_in_what_the_data_says_and_the_config_runs(run_partita: Shell
     assert (tmp_path / "experiment.toml").read_text() == text
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("method", [*methods.INDEX, "fedper+scaffold"])
 def test_init_writes_a_config_that_can_be_built_for_every_method(
     method: str, run_partita: Shell, tmp_path: Path
@@ -158,6 +164,7 @@ def test_methods_for_sgd_are_those_that_refuse_adamw() -> None:
     assert sorted(refusing) == sorted(methods.NEEDS_SGD)
 
 
+@pytest.mark.slow
 def test_init_decays_the_rates_of_a_pretrained_image_model_and_the_config_runs(
     run_partita: Shell, tmp_path: Path
 ) -> None:
@@ -171,6 +178,7 @@ def test_init_decays_the_rates_of_a_pretrained_image_model_and_the_config_runs(
         assert run_partita("run", "--config", f"{method}.toml", "--set", "rounds=1", "--set", "data.size=32")[0] == 0
 
 
+@pytest.mark.slow
 def test_init_without_answers_says_its_defaults_and_runs(run_partita: Shell, tmp_path: Path) -> None:
     code, _, err = run_partita("init", "--out", "mine.toml")
     assert code == 0
@@ -202,6 +210,7 @@ def test_init_asks_on_a_terminal(run_partita: Shell, tmp_path: Path, monkeypatch
     assert (config.model["path"], config.method["name"]) == ("encoder", "scaffold")
 
 
+@pytest.mark.slow
 def test_init_writes_the_clinical_example(run_partita: Shell, tmp_path: Path) -> None:
     code, out, _ = run_partita("init", "--example", "clinical")
     assert code == 0

@@ -45,6 +45,7 @@ def test_roles_layers_and_costs_are_those_of_the_model(tmp_path: Path) -> None:
     assert costs["lora"].up < costs["fedper"].up < costs["fedavg"].up
 
 
+@pytest.mark.slow
 def test_type_without_blocks_says_why(tmp_path: Path) -> None:
     swin = model_table(save(SwinConfig(embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=7), tmp_path / "swin"))
     assert swin.blocks is False
@@ -53,6 +54,7 @@ def test_type_without_blocks_says_why(tmp_path: Path) -> None:
     assert (mpnet.blocks, mpnet.why) == (None, "a run tries it when it starts")
 
 
+@pytest.mark.slow
 def test_method_that_does_not_fit_is_named_with_what_it_lacks(tmp_path: Path) -> None:
     path = save(FalconConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=50), tmp_path)
     result = CliRunner().invoke(app, ["model", path])
@@ -75,6 +77,7 @@ def test_task_is_that_of_the_checkpoint_unless_given(tmp_path: Path) -> None:
         model_table(t5, "image")
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     ("storage", "dtype", "quantize"),
@@ -102,6 +105,7 @@ def test_memory_of_a_frozen_base_is_that_of_a_real_one(
         assert table.activations == activations
 
 
+@pytest.mark.slow
 def test_model_without_linear_weights_shows_what_can_be_stored(tmp_path: Path) -> None:
     config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=32, n_positions=8)
     output = CliRunner().invoke(app, ["model", save(config, tmp_path), "--task", "lm"]).output

@@ -31,6 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return to
 
 
+@pytest.mark.slow
 def test_written_tests_pass(folder: Path) -> None:
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error::UserWarning", "."]
     done = subprocess.run(words, cwd=folder, text=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -38,6 +39,7 @@ def test_written_tests_pass(folder: Path) -> None:
     assert "9 passed" in done.stdout
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", NAMES)
 def test_written_config_runs(
     kind: str, folder: Path, tmp_path: Path, run_partita: Shell, monkeypatch: pytest.MonkeyPatch
@@ -99,6 +101,7 @@ def test_next_steps_name_the_files(tmp_path: Path, run_partita: Shell) -> None:
     assert f"  partita run --config '{tmp_path}/a b/mytask.toml' --set rounds=2" in out
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("name", "error"),
     [

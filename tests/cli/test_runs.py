@@ -54,6 +54,7 @@ def config(tmp_path: Path) -> Path:
 # ---- output
 
 
+@pytest.mark.slow
 def test_log_has_a_line_for_each_tested_round(run_partita: Shell, config: Path, tmp_path: Path) -> None:
     code, out, err = run_partita("run", "-c", config, "--out", tmp_path / "run", "--rounds", 4)
     assert code == 0
@@ -63,6 +64,7 @@ def test_log_has_a_line_for_each_tested_round(run_partita: Shell, config: Path, 
     assert "fedavg" in out
 
 
+@pytest.mark.slow
 def test_quiet_prints_only_the_table_and_warnings(run_partita: Shell, config: Path, tmp_path: Path) -> None:
     code, out, err = run_partita("run", "-c", config, "--out", tmp_path / "run", "-q")
     assert (code, err) == (0, "")
@@ -73,6 +75,7 @@ def test_quiet_prints_only_the_table_and_warnings(run_partita: Shell, config: Pa
     assert all(re.match(r"round \d/3: lost c\d: dropped out", line) for line in err.splitlines())
 
 
+@pytest.mark.slow
 def test_verbose_prints_every_round_and_how_it_is_computed(run_partita: Shell, config: Path, tmp_path: Path) -> None:
     _, _, err = run_partita("run", "-c", config, "--out", tmp_path / "run", "-v")
     about, *lines = err.splitlines()
@@ -91,6 +94,7 @@ def test_private_run_prints_epsilon(run_partita: Shell, config: Path, tmp_path: 
     assert re.search(r"round 2/2, accuracy [\d.]+%, ε [\d.]+, ", err)
 
 
+@pytest.mark.slow
 def test_log_has_a_line_at_least_every_minute(
     run_partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +153,7 @@ def test_comparison_log_tells_finished_runs_and_rounds(
 # ---- resuming and overwriting
 
 
+@pytest.mark.slow
 def test_run_resumes_or_overwrites_on_request(run_partita: Shell, config: Path, tmp_path: Path) -> None:
     words = ["run", "-c", config, "--out", tmp_path / "run"]
     assert run_partita(*words, "--resume")[0] == 0
@@ -177,6 +182,7 @@ def test_run_resumes_or_overwrites_on_request(run_partita: Shell, config: Path, 
     assert (code, err) == (1, "error: --resume continues a run and --overwrite deletes it; choose one\n")
 
 
+@pytest.mark.slow
 def test_compare_overwrites_on_request(
     run_partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +200,7 @@ def test_compare_overwrites_on_request(
     assert run_folder.count_rows(folder) == 2
 
 
+@pytest.mark.slow
 def test_failed_run_says_how_to_continue_only_if_something_is_saved(
     run_partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +244,7 @@ def stop(words: list[str], sign: signal.Signals, until: Path, pattern: str) -> t
     return process.returncode, err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_stopped_run_says_how_to_resume(workers: int, config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -271,6 +279,7 @@ def test_stopped_comparison_says_how_to_continue(config: Path, tmp_path: Path) -
 # ---- listing
 
 
+@pytest.mark.slow
 def test_list_shows_broken_and_unfinished_runs(run_partita: Shell, config: Path, tmp_path: Path) -> None:
     for seed in (2, 10):
         run_partita(
@@ -326,6 +335,7 @@ def test_missing_matplotlib_is_noticed_before_any_work_and_only_by_figures(
     assert (run / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_methods_command_describes_one_method_in_json(run_partita: Shell) -> None:
     code, out, _ = run_partita("methods", "fedprox", "--json")
     assert code == 0
@@ -354,6 +364,7 @@ def test_run_prints_only_json_on_request(run_partita: Shell, config: Path, tmp_p
     json.loads(out)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("line", "found"),
     [
@@ -387,6 +398,7 @@ def test_comparison_folder_of_any_option_stays_below_out(text: str, config: Path
         expand(config, [], 'pfeddc(init_text="a\\u0000b")', 1, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_comparison_lists_its_runs_while_they_are_run(config: Path, tmp_path: Path) -> None:
     planned = expand(config, (), "fedavg,fedprox", 2, tmp_path / "all")
     listed = compare.announce(planned)

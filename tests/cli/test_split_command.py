@@ -64,6 +64,7 @@ def test_json_has_counts_and_skew_as_the_table_has(config: str) -> None:
     assert skewed["skew"]["mean_entropy"] < found["skew"]["mean_entropy"]
 
 
+@pytest.mark.slow
 def test_picture_is_written_as_svg_png_and_html(config: str, tmp_path: Path) -> None:
     for name in ("split.svg", "split.png", "new/split.html"):
         assert f"picture: {tmp_path / name}" in run("--config", config, "--out", str(tmp_path / name)).replace("\n", "")

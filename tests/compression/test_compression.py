@@ -70,6 +70,7 @@ def bytes_up(method: Method, model: Any, population: Any) -> int:
     return sum(each.traffic.up.values())
 
 
+@pytest.mark.slow
 def test_safl_with_pruned_heads_saves_three_quarters_of_the_bytes() -> None:
     """BERT-base at an eighth of its width, which keeps the proportions of its parts."""
     sizes = {"hidden_size": 96, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 384}

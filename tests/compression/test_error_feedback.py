@@ -184,6 +184,7 @@ class Opposed:
         return ClientData(part, part, part)
 
 
+@pytest.mark.slow
 def test_on_a_quadratic_where_plain_top_k_never_moves_error_feedback_finds_the_optimum() -> None:
     """The optimum is the mean of the two wishes. Half of the elements are sent: those on which they disagree."""
 
@@ -323,6 +324,7 @@ CONFORMING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind != "before quantize" else []) for kind in CONFORMING]
 )

@@ -173,6 +173,7 @@ def test_a_head_that_all_share_needs_no_mask() -> None:
     assert sent[ROWS]["query"].tolist() == [False, True, False, True]
 
 
+@pytest.mark.slow
 def test_head_pruning_with_safl_reduces_the_bytes_of_every_round() -> None:
     for options in ({"k": 1}, {"k": 1, "every": 2}):
         model = make_model("bert-text")

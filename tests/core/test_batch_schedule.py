@@ -144,6 +144,7 @@ def test_poisson_batches_sample_examples_independently() -> None:
 # ---- texts of similar lengths
 
 
+@pytest.mark.slow
 @given(
     count=st.integers(1, 130),
     size=st.integers(1, 2),

@@ -35,6 +35,7 @@ def test_cipher_stream_matches_rfc_8439() -> None:
     assert chacha._cipher_stream(bytes(32), 2) == RFC
 
 
+@pytest.mark.slow
 def test_gpu_kernels_compiled_for_cpu_compute_the_stream_and_the_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_normal_draws_use_the_requested_device(monkeypatch: pytest.MonkeyPatch) 
     assert len(asked) == 2
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["stream_words", "normals"])
 def test_gpu_kernels_with_different_results_are_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +171,7 @@ def test_every_bit_of_a_secret_changes_the_noise() -> None:
     assert len({float(other[0]) for other in others}) == 256
 
 
+@pytest.mark.slow
 def test_public_draws_use_more_than_32_seed_bits() -> None:
     """With 32 bits, about ten of 300,000 keys would share their first draw; with 53 bits none does."""
     keys = [Key(0) / number for number in range(300_000)]

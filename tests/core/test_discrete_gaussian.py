@@ -24,6 +24,7 @@ def probabilities(variance: Fraction) -> dict[int, float]:
     return {x: weight / total for x, weight in weights.items()}
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("variance", VARIANCES, ids=str)
 def test_draws_have_the_exact_probabilities(variance: Fraction) -> None:
     count = 200_000
@@ -38,6 +39,7 @@ def test_draws_have_the_exact_probabilities(variance: Fraction) -> None:
     assert chi2.sf(statistic, len(pairs) - 1) > 1e-4
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("variance", [*VARIANCES, Fraction(10**8), Fraction(2**61 + 1, 3), Fraction(2**110)], ids=str)
 def test_mean_variance_symmetry_and_tails(variance: Fraction) -> None:
     count, std = 200_000, math.sqrt(variance)

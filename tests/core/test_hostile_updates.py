@@ -156,6 +156,7 @@ def _half_of_the_cases() -> Iterator[Any]:
         yield pytest.param(name, case, id=f"{name}: {case.name}")
 
 
+@pytest.mark.fast_cases(12)
 @pytest.mark.parametrize(("name", "case"), list(_half_of_the_cases()))
 def test_hostile_reply_neither_stops_nor_steers_the_run(name: str, case: Case) -> None:
     outcome_of(name, case)

@@ -255,6 +255,7 @@ def draws(key: Key) -> tuple[Any, ...]:
     return key.seed(), key.uniform(), key.permutation(50).tolist(), key.sample(range(1000), 5)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 3), st.integers(0, 3), paths, paths)
 @few_examples
 def test_draws_depend_only_on_the_key_path(root: int, other: int, path: list[Any], second: list[Any]) -> None:
@@ -351,6 +352,7 @@ def messages(draw: st.DrawFn) -> dict[str, Tensors]:
     }
 
 
+@pytest.mark.slow
 @given(messages())
 @settings(max_examples=120)
 def test_message_round_trips_and_byte_counts_match_its_size(slots: dict[str, Tensors]) -> None:

@@ -44,6 +44,7 @@ def subtract_guessed_noise(released: Tensor, known: int) -> Tensor | None:
     return None
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("scheme", "succeeds"), [(release_with_seeded_noise, True), (release_with_keyed_noise, False)])
 def test_seed_search_recovers_seeded_noise_but_not_keyed_noise(
     scheme: Callable[[Tensor, int], Tensor], succeeds: bool

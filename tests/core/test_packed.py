@@ -94,6 +94,7 @@ def play_small_run(method: str, optimizer: AdamW | SGD, **engine: bool) -> tuple
     return played, played[-1].server.params
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("method", "optimizer", "engine"), CASES.values(), ids=CASES)
 def test_run_with_packed_tensors_equals_a_plain_run(
     method: str, optimizer: AdamW | SGD, engine: dict[str, bool], monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ def test_uniform_draws_are_those_of_the_key_path() -> None:
     assert wanted == [run_with(Uniform(equal_weights=True)).draw_cohort(number, NAMES) for number in range(20)]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_by_size_draws_every_ordered_cohort_with_its_exact_probability(size: int) -> None:
     """Within four standard deviations of the frequency, over 6000 draws with a fixed seed."""

@@ -222,6 +222,7 @@ def test_a_private_name_is_found(source: str) -> None:
     assert private_names(source)
 
 
+@pytest.mark.slow
 def test_no_other_file_uses_a_private_name_of_torch() -> None:
     assert not private_names("torch.__version__, torch.nn.functional.linear, self._parameter")
     files = [path for path in PACKAGE.rglob("*.py") if path != Path(torch_private.__file__)]

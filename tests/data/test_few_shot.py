@@ -98,6 +98,7 @@ def test_tasks_without_one_class_per_example_are_refused() -> None:
         hold_out_classes(task, 2)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 6), st.integers(0, 99))
 def test_split_shots_limit_each_class_of_each_client(shots: int, seed: int) -> None:
     task = small(examples=120)

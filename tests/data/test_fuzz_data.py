@@ -188,6 +188,7 @@ def test_file_without_data_is_refused_by_name(
     assert try_to_load(name, data, tmp_path, tokenizer) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [150, pytest.param(4000, marks=pytest.mark.slow)])
 def test_damaged_data_file_is_read_or_refused_by_name(
     count: int, valid_files: dict[str, bytes], tokenizer: str, tmp_path_factory: pytest.TempPathFactory

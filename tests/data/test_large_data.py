@@ -201,6 +201,7 @@ def as_large_parquet(folder: Path) -> Path:
 FORMATS = [as_large_parquet, as_folder, as_parquet, as_saved, as_one_file]
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("make", FORMATS)
 @pytest.mark.parametrize("options", [{}, {"size": 4, "channels": 1}, {"limit": 6}], ids=str)
 def test_images_on_disk_give_the_batches_of_images_in_memory(

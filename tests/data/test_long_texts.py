@@ -148,6 +148,7 @@ def test_long_texts_can_be_an_error(kind: str, tmp_path: Path, bert: Path) -> No
 # Windows
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("overlap", [None, 0, 3, 7])
 def test_windows_cover_every_text(kind: str, overlap: int | None, tmp_path: Path, bert: Path) -> None:
@@ -220,6 +221,7 @@ def test_impossible_overlap_is_refused(tmp_path: Path, bert: Path) -> None:
             load_kind(kind, write(tmp_path / "data"), bert, long_texts="windows", overlap=8)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -281,6 +283,7 @@ class Echo(Model):
         return result
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("size", [1, 2, 64])
 def test_score_of_a_text_is_that_of_its_mean_logits(size: int, tmp_path: Path, bert: Path) -> None:
     for kind, evaluator, loss, width in (
@@ -349,6 +352,7 @@ def config(kind: str, folder: Path, bert: Path, **tables: Any) -> dict[str, Any]
     }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_with_windows_score_documents(kind: str, tmp_path: Path, bert: Path) -> None:
     raw = config(kind, write(tmp_path / "data"), bert, data={"long_texts": "windows"})
@@ -359,6 +363,7 @@ def test_runs_with_windows_score_documents(kind: str, tmp_path: Path, bert: Path
     assert sum(sum(client[part] for part in ("train", "validation", "test")) for client in recorded["clients"]) > 24
 
 
+@pytest.mark.slow
 def test_privacy_of_examples_is_refused_for_windows(tmp_path: Path, bert: Path) -> None:
     folder = write(tmp_path / "data")
     private = {"privacy": {"noise": 1.0, "delta": 1e-3, "repeatable": True}, "evaluate": {}}
@@ -375,6 +380,7 @@ def test_privacy_of_examples_is_refused_for_windows(tmp_path: Path, bert: Path) 
         build_experiment(parse(raw))
 
 
+@pytest.mark.slow
 def test_privacy_by_group_hides_all_windows_of_all_texts_of_a_group(tmp_path: Path, bert: Path) -> None:
     rows = notes()
     folder = write(tmp_path / "data", rows)
@@ -398,6 +404,7 @@ def test_privacy_by_group_hides_all_windows_of_all_texts_of_a_group(tmp_path: Pa
     assert row["privacy"]["epsilon"] > 0
 
 
+@pytest.mark.slow
 def test_counts_of_cut_texts_are_withheld_under_privacy(tmp_path: Path, bert: Path) -> None:
     tables = {"privacy": {"noise": 1.0, "delta": 1e-3, "repeatable": True, "unit": "client"}, "evaluate": {}}
     for private, recorded in (False, "tokens are not read"), (True, "withheld"):
@@ -423,6 +430,7 @@ def test_rows_beyond_the_positions_of_the_model_are_refused(tmp_path: Path, bert
 # Tokens in files
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("kind", ["single", "multi", "number", "lm", "lm by site"])
 @pytest.mark.parametrize("long_texts", ["cut", "windows"])
 @pytest.mark.filterwarnings("ignore:.* texts of .* are longer")
@@ -448,6 +456,7 @@ def test_tokens_in_files_equal_tokens_in_memory(kind: str, long_texts: str, tmp_
                 assert (left is None and right is None) or (left.dtype == right.dtype and torch.equal(left, right))
 
 
+@pytest.mark.slow
 def test_cached_tokens_are_used_until_text_tokenizer_or_options_change(
     tmp_path: Path, bert: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

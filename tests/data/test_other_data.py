@@ -89,6 +89,7 @@ def same(one: data.Task, other: data.Task) -> None:
     }
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("case", CASES)
 def test_rows_are_read_as_in_training(case: str, tmp_path: Path) -> None:
     rows, reading = CASES[case][0](), CASES[case][1]

@@ -65,12 +65,14 @@ def difference(federation: Federation, model: Any) -> float:
     return float(max(gaps))
 
 
+@pytest.mark.fast_cases(1)
 def test_packed_rows_have_the_loss_and_gradients_of_their_examples(folder: Path, tmp_path: Path) -> None:
     federation = federation_of(folder, tmp_path)
     model = models.build("pretrained", federation.task, Key(2), path=str(folder))
     assert difference(federation, model) < 1e-5
 
 
+@pytest.mark.fast_cases(1)
 def test_that_test_sees_a_leaking_mask_and_running_positions(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +116,7 @@ def test_blocks_of_clients_compute_the_same(folder: Path, tmp_path: Path) -> Non
     torch.testing.assert_close(together, single, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.fast_cases(1)
 def test_attention_to_content_is_that_of_the_examples(folder: Path, tmp_path: Path) -> None:
     """SAFL ranks layers by it. The first token of every example is an attention sink, not only that of the row."""
     packed = federation_of(folder, tmp_path)["s0"].train

@@ -202,6 +202,7 @@ def config_of(folder: Path, **tables: dict[str, Any]) -> Config:
     return parse({**raw, **{name: {**raw.get(name, {}), **values} for name, values in tables.items()}})
 
 
+@pytest.mark.slow
 def test_a_run_is_recorded_reported_and_audited(tmp_path: Path) -> None:
     rows = list(start(config_of(tmp_path), tmp_path / "run"))
     assert rows[-1]["test"].keys() == {"mse", "mae", "r2", "loss"}

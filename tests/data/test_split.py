@@ -67,6 +67,7 @@ def domain_column(count: int) -> np.ndarray:
     return np.array(["photo", "sketch", "art"])[np.arange(count) % 3]
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("kind", KINDS)
 @given(labels=label_lists, seed=seeds)
 @quick
@@ -145,6 +146,7 @@ def test_every_client_gets_min_examples(seed: int, min_examples: int, kind: str)
     assert min(map(len, rows_by_client(task, kind, 5, seed, alpha=1.0, min_examples=min_examples))) >= min_examples
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("kind", "classes"), [("dirichlet", 2), ("quantity", 1)])
 def test_shares_follow_a_dirichlet_distribution(kind: str, classes: int) -> None:
     alpha, clients, rows = 0.8, 4, 3000

@@ -87,6 +87,7 @@ def read_back(document: Document) -> list[tuple[list[str], list[str]]]:
     return [(list(document.words[start:end]), tags[start:end]) for start, end in _rows(document)]
 
 
+@pytest.mark.slow
 @given(rows_of_words, st.sampled_from(["\n", "\r\n"]))
 def test_tags_survive_writing_and_reading(
     tmp_path_factory: pytest.TempPathFactory, raw: list[list[tuple[str, str]]], line_end: str

@@ -204,6 +204,7 @@ def as_saved(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("make", [as_parquet, as_named_classes, as_csv, as_json, as_shards, as_saved])
 def test_every_format_gives_the_same_task(make: Callable[[Path], Path], tmp_path: Path, bert: Path) -> None:
     task = load("text", Key(0), path=str(make(tmp_path / "notes")), tokenizer=str(bert), max_length=16)
@@ -341,6 +342,7 @@ def raw_file(file: str, content: bytes) -> Callable[[Path], Any]:
 GOOD = [{"text": "fever", "label": "a"}, {"text": "cough", "label": "b"}]
 
 
+@pytest.mark.fast_cases(7)
 @pytest.mark.parametrize(
     ("makes", "options", "message"),
     [
@@ -715,6 +717,7 @@ def table_for(kind: str, folder: Path) -> dict[str, Any]:
 COLUMN = {"text": "site", "tokens": "document", "lm": "role"}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", ["text", "tokens", "lm"])
 def test_clients_with_texts_of_different_lengths_train_in_a_block_as_alone(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -760,6 +763,7 @@ test = 0.3
 """
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", ["text", "tokens", "lm"])
 def test_text_runs_work_end_to_end(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     raw = tomllib.loads(CONFIG)

@@ -132,6 +132,7 @@ def test_a_model_reads_both_texts_as_transformers_does(label: str, tmp_path: Pat
     assert (without - logits).abs().max() > 1e-3, "the segments matter"
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("name", "score"), [("text", "accuracy"), ("text_regression", "mse")])
 def test_a_run_on_pairs_is_the_same_with_cached_layers(name: str, score: str, tmp_path: Path, encoder: str) -> None:
     path = write(tmp_path / "pairs.jsonl", pairs())

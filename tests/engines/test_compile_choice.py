@@ -123,6 +123,7 @@ def test_the_run_says_why_it_is_not_compiled_and_stays_so(tmp_path: Path) -> Non
     assert "compile = false" in (tmp_path / "run/config.toml").read_text()
 
 
+@pytest.mark.slow
 def test_the_run_says_why_it_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     auto_says(monkeypatch, CompileChoice(True, "it saves 7 s"))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "programs"))

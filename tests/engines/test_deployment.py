@@ -144,6 +144,7 @@ def has_ended(group: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_run_survives_a_site_killed_during_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
     app = write_app(tmp_path, client=HANGING_SITE)
@@ -174,6 +175,7 @@ def test_run_survives_a_site_killed_during_a_round(tmp_path: Path, monkeypatch: 
     wait_until("all processes have ended", lambda: all(has_ended(group) for group in groups))
 
 
+@pytest.mark.slow
 def test_masks_of_a_site_killed_before_it_sent_its_update_are_recovered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +225,7 @@ def certificates(folder: Path) -> None:
         subprocess.run(["ssh-keygen", *shlex.split(f"-q -t ecdsa -b 384 -N '' -f {name}")], cwd=folder, check=True)
 
 
+@pytest.mark.slow
 def test_node_authentication_refuses_an_unknown_node(tmp_path: Path) -> None:
     certificates(tmp_path)
     port, *others = free_ports(3)
@@ -275,6 +278,7 @@ def listener() -> Iterator[socket.socket]:
         yield listening
 
 
+@pytest.mark.slow
 def test_preforked_program_acts_like_the_original_and_ends_with_its_caller(
     tmp_path: Path, listener: socket.socket
 ) -> None:
@@ -296,6 +300,7 @@ def test_preforked_program_acts_like_the_original_and_ends_with_its_caller(
                 pass  # until the connection closes
 
 
+@pytest.mark.slow
 def test_program_starts_directly_without_a_prefork_server(tmp_path: Path) -> None:
     environment = {**current_environment(), **QUIET, "FLWR_HOME": str(tmp_path)}
     words = [str(CLIENT_MODULE), str(tmp_path / "nobody"), find_executable("flwr-clientapp", environment), "--nonsense"]

@@ -114,6 +114,7 @@ def run_model_and_population(name: str) -> tuple[Run, Model, Population]:
     )
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", INDEX)
 def test_flower_gives_the_tensors_scores_and_bytes_of_a_simulation(name: str, tmp_path: Path) -> None:
     run, model, population = run_model_and_population(name)
@@ -151,6 +152,7 @@ class OwnParts(Clients):
         return ClientData(part, ToyExamples(part.x[:2], part.y[:2]), part)
 
 
+@pytest.mark.slow
 def test_flower_samples_by_losses_and_scores_on_validation_as_a_simulation_does(tmp_path: Path) -> None:
     sizes = {client: len(FOUR[client].train) for client in FOUR.clients}
     run = toy_run(fedavg(), 5, cohort=2, sampling=PowerOfChoice(candidates=3), examples=sizes)
@@ -167,6 +169,7 @@ def test_flower_samples_by_losses_and_scores_on_validation_as_a_simulation_does(
     assert list(engine.evaluate(jobs, FOUR["c0"].test)) == [], "examples are never sent"
 
 
+@pytest.mark.slow
 def test_what_transforms_remember_stays_at_the_site(tmp_path: Path) -> None:
     run = toy_run(prune(keep=0.02, error_feedback=True), 3)
     embedded = SimulationEngine(run, WIDE_MODEL, FOUR)
@@ -211,6 +214,7 @@ FAULTS: dict[str, tuple[Tamper, str]] = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", FAULTS)
 def test_bad_reply_is_recorded_and_equals_an_absent_client(kind: str, tmp_path: Path) -> None:
     tamper, reason = FAULTS[kind]
@@ -238,6 +242,7 @@ def error_reply(message: Message, reply: Message) -> Message:
     return Message(Error(5, "the node went away"), reply_to=message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tamper", "reason"), [(lambda *_: None, "gave no answer within 0.4 s"), (error_reply, "the node went away")]
 )
@@ -273,6 +278,7 @@ def test_round_ends_at_the_deadline_when_an_upload_hangs(tmp_path: Path, clock: 
     assert played.lost == (ClientFailure("c1", "had not sent its whole answer within 0.5 s"),)
 
 
+@pytest.mark.slow
 def test_replies_in_time_count_after_an_earlier_client_times_out(tmp_path: Path, clock: VirtualClock) -> None:
     model, run = toy_model(), toy_run(fedavg(), 1)
     grid = make_grid(run, model, THREE, tmp_path)
@@ -286,6 +292,7 @@ def test_replies_in_time_count_after_an_earlier_client_times_out(tmp_path: Path,
     assert [(each.client, type(each)) for each in found] == [("c1", ClientFailure), ("c0", Update), ("c2", Update)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", ["no answer", "an upload that hangs"])
 def test_round_ends_after_patience_once_enough_clients_replied(silent: str, tmp_path: Path) -> None:
     """The silent client is asked first, and refusals do not count: patience starts with the second update."""
@@ -315,6 +322,7 @@ def test_round_ends_after_patience_once_enough_clients_replied(silent: str, tmp_
     assert found[0].reason.startswith(what)
 
 
+@pytest.mark.slow
 def test_patience_waits_for_min_updates_and_raises_network_errors(tmp_path: Path) -> None:
     model, run = toy_model(), toy_run(fedavg(), 1, min_updates=3)
     grid = make_grid(run, model, THREE, tmp_path)
@@ -332,6 +340,7 @@ def test_patience_waits_for_min_updates_and_raises_network_errors(tmp_path: Path
         list(engine.train([make_job(run, model, initial_server(run, model), 0, "c0")[0]]))
 
 
+@pytest.mark.slow
 def test_unresponsive_client_gets_no_job_until_it_responds(tmp_path: Path, clock: VirtualClock) -> None:
     """Flower lists a dead node as online for a minute, and each job for it would cost a whole deadline."""
     model, run = toy_model(), toy_run(fedavg(), 4)
@@ -365,6 +374,7 @@ def break_file(path: Path, how: str, before: bytes) -> None:
         path.write_bytes({"cut short": held[:-5], "old": before, "empty": b"", "zeros": bytes(len(held))}[how])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("how", ["gone", "cut short", "old", "empty", "zeros"])
 def test_client_that_lost_its_copy_is_sent_everything(how: str, tmp_path: Path) -> None:
     """The kernel froze after round 0, so no other client is sent it again."""
@@ -474,6 +484,7 @@ def plan_with_late_head(model: Model, round_info: RoundInfo) -> Plan:
     return plan if round_info.round >= 2 else plan.narrow(model.all_names() - model.names("head"))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "method", [scaffold(), build("fedper"), Method("late head", plan_with_late_head)], ids=lambda m: m.name
 )
@@ -553,6 +564,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [{**{name: value for name, value in row.items() if name != "padding"}, "seconds": 0} for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "options"), [("scaffold", ""), ("fedfrozen", ", warmup = 1")])
 def test_served_and_resumed_run_records_the_rows_of_a_local_run(method: str, options: str, tmp_path: Path) -> None:
     config = write_config(tmp_path / "app", method, options)
@@ -583,6 +595,7 @@ def test_served_and_resumed_run_records_the_rows_of_a_local_run(method: str, opt
     assert next(flower_app.serve(grid, load(config), {**settings, **parse_config_args([remedy])}, "4"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # TensorBoard's own
 def test_server_tracks_across_a_restart_and_sites_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, checked = write_config(tmp_path / "app"), list[str]()
@@ -600,6 +613,7 @@ def test_server_tracks_across_a_restart_and_sites_do_not(tmp_path: Path, monkeyp
     assert [value for _, value in found["bytes/up"]] == [row["bytes"]["up"] for row in rows_of(tmp_path / "there")]
 
 
+@pytest.mark.slow
 def test_served_run_samples_validates_and_stops_as_a_local_run_does(tmp_path: Path) -> None:
     """Also after the server was killed between the row of the last round and the result."""
     config = write_config(tmp_path / "app")
@@ -650,6 +664,7 @@ def test_site_can_change_only_data_and_engine_keys(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_each_private_site_creates_its_own_secret(tmp_path: Path) -> None:
     config = write_config(tmp_path / "app")
     words = ["rounds=2", "privacy.noise=1.0"]
@@ -758,6 +773,7 @@ class NoDeployment(Exception):
     """A process would have been started."""
 
 
+@pytest.mark.slow
 def test_up_checks_its_run_folder_before_it_starts_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_partita: Shell
 ) -> None:

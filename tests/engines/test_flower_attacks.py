@@ -305,6 +305,7 @@ def run_with_attack(attack: Attack, folder: Path, skip_failed_clients: bool = Tr
     return [lost for each in played for lost in each.lost], tensors.digest(final_params(played))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("kind", ATTACKS)
 def test_hostile_site_neither_ends_nor_steers_the_run(kind: str, tmp_path: Path) -> None:
     attack = ATTACKS[kind]
@@ -320,6 +321,7 @@ def test_hostile_site_neither_ends_nor_steers_the_run(kind: str, tmp_path: Path)
     assert attack.kept or end == honest_digest(attack.method, away=True)
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     "kind", ["no ticket", "a ticket of another round", "a refusal of 10 MB", "steps of an odd name", "a header of 1 TB"]
 )
@@ -372,6 +374,7 @@ def test_duplicated_reply_counts_once(tmp_path: Path) -> None:
     assert tensors.digest(final_params(played)) == honest_digest("fedavg", away=False)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "kind", [IndexError, AttributeError, AssertionError, RecursionError, DecodeError, struct.error]
 )
@@ -454,6 +457,7 @@ def evaluate_with(tamper: Tamper, folder: Path, skip_failed_clients: bool) -> li
     return list(engine.evaluate(jobs))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("kind", SCORES)
 def test_impossible_scores_are_dropped_or_end_a_strict_run(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -485,6 +489,7 @@ NAMES: dict[str, Callable[[Message], Message]] = {
 }
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("kind", NAMES)
 def test_node_with_a_bad_name_is_ignored(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, model = toy_run(fedavg(), 1), toy_model()
@@ -499,6 +504,7 @@ def test_node_with_a_bad_name_is_ignored(kind: str, tmp_path: Path, caplog: pyte
     assert all(each.getMessage().isprintable() for each in caplog.records)
 
 
+@pytest.mark.slow
 def test_node_cannot_pose_as_one_client_after_another(tmp_path: Path, clock: VirtualClock) -> None:
     """It ignores its jobs, is asked for its name again, and gives a new name every time."""
     run, model = toy_run(fedavg(), 4, skip_failed_clients=True), toy_model()

@@ -57,6 +57,7 @@ def serve(config: Path, folder: Path, ledger: Path, rounds: int = 2, clients: in
     return [row for row, _ in zip(rows, range(rounds), strict=False)]
 
 
+@pytest.mark.slow
 def test_a_site_charges_its_own_client_once_for_each_round(config: Path, tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     Ledger.create(path, Limit(8.0, 1e-5))
@@ -69,6 +70,7 @@ def test_a_site_charges_its_own_client_once_for_each_round(config: Path, tmp_pat
     assert Ledger.load(path).charges == charges
 
 
+@pytest.mark.slow
 def test_a_site_refuses_a_run_that_its_ledger_does_not_allow(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -87,6 +89,7 @@ def test_a_site_refuses_a_run_that_its_ledger_does_not_allow(
     assert "epsilon" not in str(rows[0]["lost"])
 
 
+@pytest.mark.slow
 def test_a_charge_is_on_disk_before_a_site_trains(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

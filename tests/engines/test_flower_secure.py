@@ -98,6 +98,7 @@ def reason(content: RecordDict) -> str:
 # ---- equality
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "fedadam", "fedper", "fedpart"])
 def test_flower_gives_the_tensors_of_the_embedded_engine_and_counts_its_messages(name: str, tmp_path: Path) -> None:
     run, model = secure_run(name, 3), toy_model()
@@ -242,6 +243,7 @@ def test_secrets_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     assert modes == [0o600] * 3
 
 
+@pytest.mark.slow
 def test_only_one_of_two_requests_at_the_same_time_is_answered(tmp_path: Path) -> None:
     recorder, answers = Recorder(secure_run(count=1), tmp_path), []
 
@@ -287,6 +289,7 @@ HOSTILE: dict[str, tuple[Stage, Callable[[bytes], bytes], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_site_refuses_a_server_that_breaks_the_protocol(kind: str, tmp_path: Path) -> None:
     stage, change, expected = HOSTILE[kind]
@@ -303,6 +306,7 @@ def test_site_refuses_a_server_that_breaks_the_protocol(kind: str, tmp_path: Pat
     assert not result.lost, "a refused message changes nothing, so the honest one is answered"
 
 
+@pytest.mark.slow
 def test_difference_of_two_sums_would_reveal_an_update_so_the_second_is_refused(tmp_path: Path) -> None:
     """Without the record, a server that starts again without c3 learns c3's update exactly."""
     run, model = secure_run(count=1, min_updates=3), toy_model()
@@ -327,6 +331,7 @@ def test_difference_of_two_sums_would_reveal_an_update_so_the_second_is_refused(
     assert third.skipped, "now the sites have unmasked for three"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("neighbors", "again"), [("auto", True), (2, False)])
 def test_round_is_unmasked_again_only_if_the_site_sees_all_clients(
     neighbors: Any, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -366,6 +371,7 @@ def _update_of(client: str, run: Run) -> Update:
     return next(each for each in found if each.client == client)
 
 
+@pytest.mark.slow
 def test_round_is_masked_for_one_model_only(tmp_path: Path) -> None:
     run, model = secure_run(count=1), toy_model()
     grid = make_grid(run, model, FOUR, tmp_path)
@@ -384,6 +390,7 @@ def signed_run(keys: Path, **more: Any) -> Run:
     return secure_run(count=1, secure_aggregation=settings, **more)
 
 
+@pytest.mark.slow
 def test_server_in_the_middle_is_refused_if_sites_sign_their_keys(tmp_path: Path) -> None:
     """A server that puts its own cipher key in place of c3's could read the shares for c3."""
     own = public_key(new_secret())
@@ -451,6 +458,7 @@ def extra_record(message: Message, honest: Reply) -> Message | None:
     return Message(RecordDict({**reply.content, "more": ConfigRecord({"x": 1})}), reply_to=message)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("change", [silent, garbage, far_too_much, extra_record])
 def test_client_that_fails_in_a_stage_is_lost_and_the_others_are_summed(
@@ -469,6 +477,7 @@ def test_client_that_fails_in_a_stage_is_lost_and_the_others_are_summed(
     assert result.secure["recovered"] == (stage == "mask")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_too_few_honest_clients_end_the_run_and_hostile_ones_skip_the_round(stage: Stage, tmp_path: Path) -> None:
     run, model = secure_run(count=1), toy_model()
@@ -503,6 +512,7 @@ clients_per_block = 1
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["mask", "unmask"])
 def test_server_killed_in_any_stage_starts_the_round_over_with_new_keys(stage: Stage, tmp_path: Path) -> None:
     config = tmp_path / "app" / "experiment.toml"
@@ -564,6 +574,7 @@ clients_per_block = 1
 )
 
 
+@pytest.mark.slow
 def test_round_that_is_started_again_has_the_same_noise_and_is_one_release(tmp_path: Path) -> None:
     """Other noise on the same clients would be a second release of the round, which nobody charges."""
     config = tmp_path / "app" / "experiment.toml"

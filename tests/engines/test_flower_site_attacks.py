@@ -125,6 +125,7 @@ def method_at_site(name: str) -> Method:
     return build(name, {"warmup": "auto"} if name == AUTO else {})
 
 
+@pytest.mark.fast_cases(14)
 @pytest.mark.parametrize("asked", ["train", "evaluate"])
 @pytest.mark.parametrize("kind", ORDERS)
 def test_site_refuses_orders_outside_its_own_plan(kind: str, asked: str, tmp_path: Path) -> None:
@@ -184,6 +185,7 @@ def test_site_refuses_malformed_messages(kind: str, tmp_path: Path) -> None:
     assert not files_in(tmp_path)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", ["fedper", "fedrep", "scaffold", "fedfrozen", "local-only"])
 def test_site_sends_only_what_the_plan_sends_up(name: str, tmp_path: Path) -> None:
     """Whatever the server claims is stale, the site sends only names of its own plan."""
@@ -285,6 +287,7 @@ def test_two_replies_with_equal_noise_would_reveal_the_difference(
     assert float(tensors.norm(tensors.subtract(apart[1.0], apart[0.0]))) < 1e-2 * hidden, "up to the grid"
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("kind", REPEATED_ORDERS)
 def test_private_round_is_answered_for_one_model_only(kind: str, tmp_path: Path) -> None:
     run = private_run()
@@ -331,6 +334,7 @@ def test_site_with_a_damaged_answer_record_refuses(damage: bytes, tmp_path: Path
     assert "answered.json in this site's folder is damaged; restore it from a copy" in refused.reason
 
 
+@pytest.mark.slow
 def test_only_one_of_concurrent_claims_wins_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = answered_rounds.read_record
 
@@ -402,6 +406,7 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "experiment.toml"
 
 
+@pytest.mark.slow
 def test_site_with_a_different_config_refuses(config: Path, tmp_path: Path) -> None:
     row = serve_one_round(config, tmp_path / "a", ["training.lr=0.5"], [])
     [reason] = row["lost"].values()
@@ -410,6 +415,7 @@ def test_site_with_a_different_config_refuses(config: Path, tmp_path: Path) -> N
     assert serve_one_round(config, tmp_path / "b", [], ["data.noise=2.0", "engine.threads=1"])["lost"] == {}
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     "change",
     ["training.lr=0.5", "method.name=fedprox", "seed=1", "privacy.noise=2.0", "training.batch_size=8", "rounds=9",
@@ -421,6 +427,7 @@ def test_shared_digest_covers_every_shared_setting(change: str, config: Path) ->
     assert shared_digest(load(config, own)) == plain
 
 
+@pytest.mark.slow
 def test_secret_file_gives_each_experiment_its_own_noise(config: Path, tmp_path: Path) -> None:
     """One secret file may serve many experiments, so the shared config is part of every key path."""
     (tmp_path / "secret").write_bytes(bytes(range(32)))

@@ -71,6 +71,7 @@ def worker_engine(
         assert not any(process.is_alive() for process in engine.processes)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("name", "block", "spawn"),
     [
@@ -99,6 +100,7 @@ def test_workers_give_the_result_of_one_process(name: str, block: int, spawn: bo
         assert dict(engine.evaluate(jobs)) == dict(alone.evaluate(jobs))
 
 
+@pytest.mark.slow
 def test_workers_keep_what_transforms_remember() -> None:
     run = toy_run(prune(keep=0.02, error_feedback=True), count=3, cohort=3)
     alone, shared = (SimulationEngine(run, WIDE_MODEL, CLIENTS) for _ in range(2))
@@ -112,6 +114,7 @@ def test_workers_keep_what_transforms_remember() -> None:
     assert any(state for state in expected.values())
 
 
+@pytest.mark.slow
 def test_abandoned_round_does_not_affect_later_rounds() -> None:
     plain = make_engine("fedavg")
     run, model = plain.run, plain.model
@@ -123,6 +126,7 @@ def test_abandoned_round_does_not_affect_later_rounds() -> None:
         assert tensors.equal(again[-1].server.params, list(rounds(run, model, plain))[-1].server.params)
 
 
+@pytest.mark.fast_cases(1)
 @BOTH_START_METHODS
 def test_client_error_in_a_worker_names_the_client(spawn: bool) -> None:
     with (
@@ -156,6 +160,7 @@ def train_forever(spawn: bool, tell: int) -> None:
         os.write(tell, " ".join(str(process.pid) for process in engine.processes).encode() + b"\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spawn", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "new processes"])
 def test_workers_end_when_their_parent_is_killed(spawn: bool) -> None:
     hear, tell = os.pipe()
@@ -174,6 +179,7 @@ def test_workers_end_when_their_parent_is_killed(spawn: bool) -> None:
     assert not any(map(is_running, pids))
 
 
+@pytest.mark.slow
 def test_error_while_building_a_worker_engine_is_raised() -> None:
     alone = make_engine("fedavg")
     engine = MultiprocessEngine(alone, 2, failing_build)

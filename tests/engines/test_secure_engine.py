@@ -54,6 +54,7 @@ def distance(one: Tensors, other: Tensors) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["fedavg", "fedadam", "fedper", "fedprox", "fedpart"])
 @pytest.mark.parametrize("block", [1, 3])
 def test_run_equals_the_run_in_clear_within_the_resolution(name: str, block: int) -> None:
@@ -94,6 +95,7 @@ def test_first_mean_equals_the_exact_mean_within_the_resolution() -> None:
         assert float((value - exact).abs().max()) <= result.secure["resolution"] + 1e-6
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("gone", [["c0"], ["c1", "c4"]])
 def test_dropouts_below_the_threshold_are_recovered(gone: list[str]) -> None:
     trace = Availability(trace={(0, client): 0.0 for client in gone})
@@ -142,6 +144,7 @@ def test_value_out_of_range_is_the_clients_error() -> None:
         play_secure(replace(tight, skip_failed_clients=True))
 
 
+@pytest.mark.slow
 def test_equal_weights_and_client_level_privacy_give_the_same_as_in_clear() -> None:
     equal = toy_run(build("fedavg"), count=2, sampling=Uniform(equal_weights=True))
     private = toy_run(protect_clients(build("fedavg"), clip=0.05, noise=0.5, cohort=5), count=2, drift=False)
@@ -154,6 +157,7 @@ def test_equal_weights_and_client_level_privacy_give_the_same_as_in_clear() -> N
     assert masked[-1].loss is None
 
 
+@pytest.mark.slow
 def test_state_of_the_server_rule_takes_the_secure_mean() -> None:
     run = toy_run(Method("momentum", server_rule=ServerMomentum()), count=3)
     clear, masked = play_clear(run), play_secure(secured(run))
@@ -173,6 +177,7 @@ def test_resumed_run_is_bit_exact_whatever_the_secrets() -> None:
     assert whole[-1].loss == rest[-1].loss
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers share memory as on Linux")
 def test_workers_give_the_same_bits() -> None:
     run, model = secured(toy_run(build("fedavg"), count=2)), toy_model()

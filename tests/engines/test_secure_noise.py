@@ -64,6 +64,7 @@ def away(*clients: str) -> Availability:
     return Availability(trace={(0, client): 0.0 for client in clients})
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("gone", [(), ("c1", "c4")])
 def test_server_gets_the_mean_with_the_noise_of_those_that_stayed(gone: tuple[str, ...]) -> None:
     run = private_run()
@@ -88,6 +89,7 @@ def test_too_few_clients_release_nothing() -> None:
         play_secure(private_run(), away("c0", "c1", "c2"))
 
 
+@pytest.mark.slow
 def test_clients_of_safl_that_agree_can_aggregate_securely() -> None:
     """The same layers and the same model as in clear, within the resolution."""
     run = toy_run(safl(k=1, agree=True), 4)
@@ -103,6 +105,7 @@ def test_clients_of_safl_that_agree_can_aggregate_securely() -> None:
         assert two.metrics == {}
 
 
+@pytest.mark.slow
 def test_config_turns_noise_at_the_clients_on() -> None:
     experiment = build(parse(CONFIG))
     run, guard = experiment.run, experiment.guard
@@ -117,6 +120,7 @@ def test_config_turns_noise_at_the_clients_on() -> None:
     assert in_clear.method.transforms[0].noise == 2.0  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_run_is_recorded_resumed_and_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partita.experiment.builder.draw", lambda: Key(77))
     rows = list(start(parse(CONFIG), tmp_path / "whole"))
@@ -140,6 +144,7 @@ def test_run_is_recorded_resumed_and_audited(tmp_path: Path, monkeypatch: pytest
     assert checks["noise multiplier"]["found"] == pytest.approx(2.0, rel=0.1)
 
 
+@pytest.mark.slow
 def test_audit_finds_noise_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     run, model, engine = private_run(3), MODEL, SimulationEngine(private_run(3), MODEL, CLIENTS)
     server = next(rounds(run, model, SecureEngine(engine, run, model))).server

@@ -40,6 +40,7 @@ DAY = 24 * 3600.0
 # ---- a client that does not answer for a day
 
 
+@pytest.mark.slow
 def test_client_that_is_away_for_a_day_continues_where_it_was(tmp_path: Path, clock: VirtualClock) -> None:
     """It is lost once, asked nothing while it is away, and keeps its head; the others go on."""
     model, run = toy_model(), toy_run(build("fedper", {"finetune": 0}), 6)
@@ -107,6 +108,7 @@ def sites(config: Path, folder: Path, settings: dict[str, Any], nodes: dict[str,
     return FakeGrid({node: answer(name) for node, name in enumerate(nodes)})
 
 
+@pytest.mark.slow
 def test_server_that_dies_after_it_has_asked_continues_with_the_same_result(config: Path, tmp_path: Path) -> None:
     """The sites trained the round that the server lost, and train it again for the new session."""
     for _ in runner.start(load(config), tmp_path / "here"):
@@ -144,6 +146,7 @@ def data_files(folder: Path) -> list[Path]:
     return sorted((folder / "sites").rglob(data_record.FILE))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the number of examples")
 @pytest.mark.parametrize("way_back", ["restored", "accepted"])
 def test_site_whose_data_changed_waits_until_it_is_restored_or_accepted(

@@ -55,6 +55,7 @@ def rows_of(table: Any) -> list[tuple[list[int], list[int]]]:
     return found
 
 
+@pytest.mark.fast_cases(1)
 def test_the_loss_is_a_mean_over_the_tokens_of_answers(folder: Path, tmp_path: Path) -> None:
     task, model = built(folder, tmp_path, ROWS)
     losses = []
@@ -66,6 +67,7 @@ def test_the_loss_is_a_mean_over_the_tokens_of_answers(folder: Path, tmp_path: P
     assert found == pytest.approx({"loss": mean, "perplexity": math.exp(mean), "exact_match": 0.0}, rel=1e-5)
 
 
+@pytest.mark.fast_cases(1)
 def test_prompts_end_where_the_last_answer_starts(folder: Path, tmp_path: Path) -> None:
     task, _ = built(folder, tmp_path, ROWS)
     batch = task.test.take(torch.arange(len(task.test)))
@@ -78,6 +80,7 @@ def test_prompts_end_where_the_last_answer_starts(folder: Path, tmp_path: Path) 
         assert [token for token in answers[place].tolist() if token != IGNORE_INDEX] == answer
 
 
+@pytest.mark.fast_cases(1)
 def test_generated_answers_are_the_most_probable_tokens(folder: Path, tmp_path: Path) -> None:
     task, model = built(folder, tmp_path, ROWS)
     special = set(task.tokenizer.all_special_ids)
@@ -95,6 +98,7 @@ def test_generated_answers_are_the_most_probable_tokens(folder: Path, tmp_path: 
     assert len(lengths) > 1
 
 
+@pytest.mark.slow
 def test_exact_match_is_that_of_generated_answers(folder: Path, tmp_path: Path) -> None:
     task, model = built(folder, tmp_path, ROWS)
     batch = task.train.take(torch.arange(len(task.train)))
@@ -120,6 +124,7 @@ def test_exact_match_is_that_of_generated_answers(folder: Path, tmp_path: Path) 
     assert score(model, model.initial, task.train, Answers())["exact_match"] == 0.0
 
 
+@pytest.mark.fast_cases(1)
 def test_choices_by_their_likelihoods(folder: Path, tmp_path: Path) -> None:
     # Right answers and wrong ones of different lengths, so that normalization matters.
     rows = [

@@ -22,6 +22,7 @@ from partita.experiment.runner import start
 from partita.report import load_run
 
 
+@pytest.mark.slow
 @given(st.integers(2, 7).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.tuples(*[st.integers(0, n - 1)] * 2)))))
 def test_matrix_is_that_of_scikit_learn(drawn: tuple[int, list[tuple[int, int]]]) -> None:
     classes, pairs = drawn
@@ -48,6 +49,7 @@ def rows(folder: Path, **more: Any) -> list[dict[str, Any]]:
     return list(start(parse({**CONFIG, **more}), folder))
 
 
+@pytest.mark.slow
 def test_last_test_records_which_class_is_taken_for_which(tmp_path: Path) -> None:
     *earlier, last = rows(tmp_path / "run")
     assert all("confusion" not in row for row in earlier)
@@ -58,6 +60,7 @@ def test_last_test_records_which_class_is_taken_for_which(tmp_path: Path) -> Non
     assert load_run(tmp_path / "run").rows[-1]["confusion"] == last["confusion"]
 
 
+@pytest.mark.slow
 def test_best_round_on_validation_records_it_too(tmp_path: Path) -> None:
     found = rows(tmp_path / "run", evaluate={"validation_every": 1}, training={"lr": 0.5, "batch_size": 16})
     best = json.loads((tmp_path / "run" / "result.json").read_text())["best"]["after"]
@@ -65,6 +68,7 @@ def test_best_round_on_validation_records_it_too(tmp_path: Path) -> None:
     assert "confusion" in found[-1]
 
 
+@pytest.mark.slow
 def test_clients_own_models_and_many_classes_have_none(tmp_path: Path) -> None:
     assert "confusion" not in rows(tmp_path / "own", method={"name": "fedper"})[-1]
     with pytest.MonkeyPatch.context() as patch:

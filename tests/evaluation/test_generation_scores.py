@@ -58,6 +58,7 @@ def scores(evaluator: GeneratedText, examples: Table = THREE, model: Any = None)
     return evaluate(cast(Model, model or Writer()), PARAMS, examples, evaluator).scores
 
 
+@pytest.mark.slow
 def test_scores_by_hand() -> None:
     found = scores(GeneratedText())
     loss = (3 * 1 + 3 * 2 + 2 * 3) / 8

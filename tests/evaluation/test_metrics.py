@@ -26,6 +26,7 @@ name = "{method}"
 )
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("method", "common"),
     [("fedavg", True), ("fedfrozen", True), ("fedper", False), ("fedbabu", False), ("fedtp", False)],

@@ -210,6 +210,7 @@ def test_reliability_bins_hold_all_predictions() -> None:
         assert all(row["from"] <= row["confidence"] <= row["to"] + 1e-12 for row in table)
 
 
+@pytest.mark.slow
 def test_intervals_equal_scipy() -> None:
     """With the same draws, the percentile interval is the one of scipy.stats.bootstrap."""
     batch, key = single(), Key(3) / "x"

@@ -11,6 +11,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from partita.evaluation.ranking import auroc, average_precision
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.integers(2, 40), st.sampled_from([2, 5, 1000]))
 def test_areas_are_those_of_scikit_learn(seed: int, examples: int, levels: int) -> None:
     draws = np.random.default_rng(seed)

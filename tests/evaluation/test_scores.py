@@ -73,6 +73,7 @@ def test_strict_scores_are_those_of_seqeval() -> None:
             assert [types[kind][name] for name in ("precision", "recall", "f1", "entities")] == expected
 
 
+@pytest.mark.slow
 @given(pairs_of_sentences)
 def test_strict_scores_count_equal_spans(pairs: list[tuple[list[str], list[str]]]) -> None:
     true, told = (
@@ -100,6 +101,7 @@ def most_pairs(true: Spans, told: Spans) -> int:
     return max(sum(map(fits, few, chosen)) for chosen in permutations(many, len(few)))
 
 
+@pytest.mark.slow
 @given(pairs_of_sentences)
 def test_relaxed_scores_count_the_most_pairs_that_overlap(pairs: list[tuple[list[str], list[str]]]) -> None:
     spans = [(spans_by_hand(truth), spans_by_hand(guess)) for truth, guess in pairs]
@@ -130,6 +132,7 @@ def test_scores_by_type_are_separate_from_the_others() -> None:
     assert without_types(found).keys() == {metric.name for metric in Entities.metrics}
 
 
+@pytest.mark.slow
 @given(pairs_of_sentences, st.integers(1, 4))
 def test_entity_scores_do_not_depend_on_batches(pairs: list[tuple[list[str], list[str]]], size: int) -> None:
     truths, guesses = [truth for truth, _ in pairs], [guess for _, guess in pairs]
@@ -168,6 +171,7 @@ def calibration_by_hand(logits: Tensor, targets: Tensor) -> float:
     return error
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.integers(1, 200), st.sampled_from([0.1, 1.0, 5.0]))
 def test_calibration_error_as_defined(seed: int, count: int, scale: float) -> None:
     draws = torch.Generator().manual_seed(seed)
@@ -189,6 +193,7 @@ def test_calibration_error_of_known_cases() -> None:
     assert "accuracy" in broken
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000))
 def test_multi_label_auprc_is_that_of_scikit_learn(seed: int) -> None:
     from sklearn.metrics import average_precision_score

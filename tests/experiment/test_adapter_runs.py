@@ -76,6 +76,7 @@ def test_wrong_tables_are_refused_when_the_config_is_read(table: dict[str, Any],
         parse(table)
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(
     ("table", "error", "message"),
     [
@@ -98,6 +99,7 @@ def test_what_does_not_fit_the_run_is_refused_before_it_starts(table: dict[str, 
         build(parse(table))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "adapter",
     [{}, {"dropout": 0.3}, {"ranks": [1, 4]}, {"kind": "lokr"}, {"dora": True}],
@@ -123,6 +125,7 @@ def test_interrupted_run_continues_exactly_and_stores_only_the_adapter(adapter: 
     assert not any(name in key for key in stored for name in frozen)
 
 
+@pytest.mark.slow
 def test_blocks_of_clients_with_dropout_and_ranks_give_the_same_result(tmp_path: Path) -> None:
     found = []
     for block in (1, 3):
@@ -133,6 +136,7 @@ def test_blocks_of_clients_with_dropout_and_ranks_give_the_same_result(tmp_path:
     assert max_difference(*found) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", [None, "c0"])
 def test_model_of_a_run_folder_is_saved_for_peft(client: str | None, tmp_path: Path) -> None:
     given = raw({"ranks": [1, 4]})
@@ -154,6 +158,7 @@ def test_model_of_a_run_folder_is_saved_for_peft(client: str | None, tmp_path: P
     assert all(kept) if client else not any(kept), "c0 has rank 1"
 
 
+@pytest.mark.slow
 def test_compared_methods_show_the_options_of_their_adapter(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(parse(raw()).to_toml().replace('label = "fedavg"\n', ""))
     labels = {

@@ -62,6 +62,7 @@ def varied_score(number: int, batch: Batch) -> float:
     return 0.2 + 0.5 * (number % 5 == 0) + 0.4 * float((batch.inputs["x"][:3].sum() * (number + 1)).sin())
 
 
+@pytest.mark.slow
 def test_healthy_federation_raises_no_alarm() -> None:
     """Clients choose three of six layers, which change from round to round, and agree on two or three of them."""
     model = ModelWithScores(lambda number, batch: varied_score(number, batch) + 0.5 * (number % 5 == 0))
@@ -69,6 +70,7 @@ def test_healthy_federation_raises_no_alarm() -> None:
     assert all(each == [] for each in rung)
 
 
+@pytest.mark.slow
 def test_clients_that_choose_different_layers_raise_an_alarm() -> None:
     """Random attention of a small model: five clients, two of four layers each."""
     model = ToyTransformer(width=6, layers=4)
@@ -101,6 +103,7 @@ def test_disagreement_is_measured_against_random_choices() -> None:
     assert raised({0, 1}, {0, 2}, {1, 2}, {0, 1}, set()) == []
 
 
+@pytest.mark.slow
 def test_equal_attention_scores_raise_an_alarm() -> None:
     flat = ModelWithScores(lambda number, batch: 0.3 + 0.001 * varied_score(number, batch))
     rung = alarms_by_round(flat, SHORT_WINDOW + 1, k=3)
@@ -112,6 +115,7 @@ def test_equal_attention_scores_raise_an_alarm() -> None:
     assert "attention collapse" not in kinds(alarms_by_round(some, SHORT_WINDOW, k=3)[-1])
 
 
+@pytest.mark.slow
 def test_layers_nobody_selects_raise_an_alarm() -> None:
     fixed = ModelWithScores(lambda number, batch: 0.1 + 0.1 * number)
     rung = alarms_by_round(fixed, LONG_WINDOW, k=2)
@@ -124,6 +128,7 @@ def test_layers_nobody_selects_raise_an_alarm() -> None:
     assert alarms_by_round(fixed, LONG_WINDOW, k=2, select="static")[-1] == [], "a static selection raises no alarm"
 
 
+@pytest.mark.slow
 def test_layers_sent_by_a_single_client_raise_an_alarm() -> None:
     def own(number: int, batch: Batch) -> float:
         """Each client prefers its own layer, identified by its number of examples."""
@@ -137,6 +142,7 @@ def test_layers_sent_by_a_single_client_raise_an_alarm() -> None:
     assert "federation.cohort" in alarm.text
 
 
+@pytest.mark.slow
 def test_no_alarm_when_all_clients_send_all_layers() -> None:
     model = ToyTransformer(width=4, layers=2)
     seen = [summarize(each, model) for each in play(toy_run(fedavg(), LONG_WINDOW, steps=1), model, FIVE_CLIENTS)]

@@ -68,6 +68,7 @@ def change_weights(folder: Path) -> None:
     save_file(values, folder / WEIGHTS, {"format": "pt"})
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:bfloat16 is about")
 def test_digest_is_a_sha256_of_the_frozen_weights(folder: Path) -> None:
     experiment = build(config_beside(folder))
@@ -83,6 +84,7 @@ def test_digest_is_a_sha256_of_the_frozen_weights(folder: Path) -> None:
     assert build(config_beside(folder, "model.frozen=[]", "method={name='fedavg'}")).base_digest == ""
 
 
+@pytest.mark.slow
 def test_resumed_run_refuses_a_changed_base(folder: Path, tmp_path: Path) -> None:
     place, config = tmp_path / "run", config_beside(folder)
     rows = runner.start(config, place)
@@ -95,6 +97,7 @@ def test_resumed_run_refuses_a_changed_base(folder: Path, tmp_path: Path) -> Non
         next(runner.resume(config, place))
 
 
+@pytest.mark.slow
 def test_finished_run_refuses_a_changed_base(folder: Path, tmp_path: Path) -> None:
     run = partita.run(config_beside(folder), tmp_path / "run")
     run.model()
@@ -105,6 +108,7 @@ def test_finished_run_refuses_a_changed_base(folder: Path, tmp_path: Path) -> No
         audit(run.folder)
 
 
+@pytest.mark.slow
 def test_run_without_a_recorded_digest_can_be_read(folder: Path, tmp_path: Path) -> None:
     run = partita.run(config_beside(folder, "model.frozen=[]", "method={name='fedavg'}"), tmp_path / "run")
     assert "base_digest" not in json.loads((run.folder / run_folder.ENVIRONMENT).read_text())
@@ -141,6 +145,7 @@ def serve(folder: Path, place: Path, change: bool) -> dict[str, Any]:
     return deque(rows, maxlen=1)[0]
 
 
+@pytest.mark.slow
 def test_site_with_another_base_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     assert serve(folder, tmp_path / "same", change=False)["lost"] == {}
     [(client, reason)] = serve(folder, tmp_path / "other", change=True)["lost"].items()
@@ -149,6 +154,7 @@ def test_site_with_another_base_is_refused_by_name(folder: Path, tmp_path: Path)
     assert "copy the files of model.path from the server to the site" in reason
 
 
+@pytest.mark.slow
 def test_site_hashes_its_base_once_in_a_session(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = []
 

@@ -29,12 +29,14 @@ def parse_with(*changes: str) -> object:
     return parse(raw)
 
 
+@pytest.mark.fast_cases(7)
 @pytest.mark.parametrize("path", EXAMPLES, ids=str)
 def test_every_shipped_config_loads(path: Path) -> None:
     config = load(path)
     assert parse(tomllib.loads(config.to_toml())) == config, "a resolved config resolves to itself"
 
 
+@pytest.mark.fast_cases(14)
 @pytest.mark.parametrize("name", [*INDEX, *COMPOSITIONS, "lora+feddyn"])
 def test_config_of_every_method_resolves_to_itself(name: str) -> None:
     """Options may be lists, and two parts may use the same option name (the alpha of lora and feddyn)."""

@@ -149,6 +149,7 @@ FAST_CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("kind", "damage"),
     [
@@ -169,6 +170,7 @@ def test_damaged_file_is_named_or_does_not_change_the_result(
     check(folder, path, runs["whole"], shell)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("other", ["seed", "method"])
 @pytest.mark.parametrize(
     ("kind", "keeps_name"),
@@ -193,6 +195,7 @@ def test_file_of_another_run_is_named_or_does_not_change_the_result(
         assert path.name in err or put.name in err, err
 
 
+@pytest.mark.slow
 def test_damaged_split_is_named_on_resume(tmp_path: Path) -> None:
     """Private runs record no split, so this is a run without privacy."""
     half = half_done_run(replace(settings("fedavg"), privacy=None), tmp_path / "half")
@@ -207,6 +210,7 @@ def test_damaged_split_is_named_on_resume(tmp_path: Path) -> None:
         next(resume(load(half / run_folder.CONFIG), half))
 
 
+@pytest.mark.slow
 def test_run_of_an_earlier_version_without_a_split_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(settings("fedavg"), privacy=None)
     finish_run(config, tmp_path / "whole")
@@ -218,6 +222,7 @@ def test_run_of_an_earlier_version_without_a_split_is_resumed(tmp_path: Path, mo
     assert_same(old, tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_missing_client_state_is_refused_on_resume(runs: dict[str, Path], tmp_path: Path) -> None:
     for client in ("c0", "c1", "c2"):
         folder = Path(shutil.copytree(runs["half"], tmp_path / client))
@@ -227,6 +232,7 @@ def test_missing_client_state_is_refused_on_resume(runs: dict[str, Path], tmp_pa
             next(resume(load(folder / run_folder.CONFIG), folder))
 
 
+@pytest.mark.slow
 def test_states_not_named_by_a_checkpoint_are_ignored_on_resume(
     runs: dict[str, Path], tmp_path: Path, shell: Callable[[Path], tuple[int, str]]
 ) -> None:
@@ -238,6 +244,7 @@ def test_states_not_named_by_a_checkpoint_are_ignored_on_resume(
     assert result_digest(folder) == result_digest(runs["whole"])
 
 
+@pytest.mark.slow
 def test_run_killed_during_preparation_can_be_finished(runs: dict[str, Path], tmp_path: Path) -> None:
     names = ["config.toml", "environment.json", "plan.json", "privacy.json", "checksums.json"]
     for count in (1, 3, 5):
@@ -268,6 +275,7 @@ def test_checksum_paths_outside_the_run_folder_are_refused(runs: dict[str, Path]
 LINKS = ["rows.jsonl", "config.toml", "checkpoints", "clients", "clients/c0", ".lock", "plan.json", "notes.txt"]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", LINKS)
 def test_resume_refuses_symlinks_in_the_run_folder(
     name: str, runs: dict[str, Path], tmp_path: Path, shell: Callable[[Path], tuple[int, str]]
@@ -341,6 +349,7 @@ def run_on_full_disk(config: Config, folder: Path, fail_at: int | None, monkeypa
     return next(counting)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_full_disk_at_any_write_loses_nothing(every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(rounds=2)

@@ -149,6 +149,7 @@ def private(unit: str, **more: Any) -> dict[str, Any]:
     return {"privacy": {"unit": unit, "noise": 4.0, "accountant": "rdp", "repeatable": True}, **more}
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("unit", ["example", "client"])
 @pytest.mark.parametrize(
     ("tables", "said"),
@@ -220,6 +221,7 @@ def test_site_without_validation_examples_may_build_its_part_of_the_run() -> Non
 # ---- runs
 
 
+@pytest.mark.slow
 def test_run_stops_when_validation_no_longer_improves(
     scores: dict[int, float], tmp_path: Path, run_partita: Shell
 ) -> None:
@@ -246,6 +248,7 @@ def test_run_stops_when_validation_no_longer_improves(
     assert f"stopped after round 4: {reason}" in run_partita("ls", tmp_path)[1]
 
 
+@pytest.mark.slow
 def test_extended_run_that_stopped_is_the_longer_run(scores: dict[int, float], tmp_path: Path) -> None:
     """The longer run would have stopped in the same round, so an extension computes nothing."""
     scores |= {1: 0.5, 2: 0.4, 3: 0.3, 4: 0.9, 5: 0.2, 6: 0.1}
@@ -259,6 +262,7 @@ def test_extended_run_that_stopped_is_the_longer_run(scores: dict[int, float], t
     assert run_folder.verify(folder)
 
 
+@pytest.mark.slow
 def test_extended_run_that_did_not_stop_goes_on_and_may_stop(scores: dict[int, float], tmp_path: Path) -> None:
     scores |= {1: 0.5, 2: 0.4, 3: 0.6, 4: 0.5, 5: 0.4, 6: 0.9}
     folder, stop = tmp_path / "run", {"stop": {"patience": 2}}
@@ -270,6 +274,7 @@ def test_extended_run_that_did_not_stop_goes_on_and_may_stop(scores: dict[int, f
     assert rows_of(folder)[-1] == rows_of(tmp_path / "whole")[-1]
 
 
+@pytest.mark.slow
 def test_stop_by_epsilon_ends_before_the_limit(tmp_path: Path) -> None:
     config = settings(6, **private("example", method={"name": "fedavg"}, federation={"cohort": 1.0}))
     free = [row["privacy"]["epsilon"] for row in start(config, tmp_path / "free")]
@@ -336,6 +341,7 @@ def go_on(config: Config, folder: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(3))
 def test_kill_before_any_change_of_a_file_does_not_change_the_result(
     first: int, scores: dict[int, float], tmp_path: Path
@@ -370,6 +376,7 @@ def test_kill_before_any_change_of_a_file_does_not_change_the_result(
 # ---- the best checkpoint
 
 
+@pytest.mark.slow
 def test_best_checkpoint_holds_the_server_and_the_clients_of_its_round(
     scores: dict[int, float], tmp_path: Path
 ) -> None:
@@ -390,6 +397,7 @@ def test_best_checkpoint_holds_the_server_and_the_clients_of_its_round(
         assert tensors.equal(own.personal, DiskStore(tmp_path / "two" / "clients").load(client, 2).personal)
 
 
+@pytest.mark.slow
 def test_damaged_or_missing_best_checkpoint_is_named_by_resume(scores: dict[int, float], tmp_path: Path) -> None:
     scores |= dict.fromkeys(range(1, 7), 0.1) | {1: 0.9}
     half, config = tmp_path / "half", settings(6, evaluate={"validation_every": 1})
@@ -411,6 +419,7 @@ def test_damaged_or_missing_best_checkpoint_is_named_by_resume(scores: dict[int,
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_overwriting_removes_the_best_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     list(start(settings(2, evaluate={"validation_every": 1}), folder))
@@ -431,6 +440,7 @@ def test_sampling_by_losses_records_them_and_other_rules_do_not(tmp_path: Path) 
         assert [row.get("losses", {}).keys() == set(row["cohort"]) for row in rows] == [name == "power_of_choice"] * 2
 
 
+@pytest.mark.slow
 def test_extended_run_that_samples_by_losses_is_the_longer_run(tmp_path: Path) -> None:
     tables = {"sampling": {"name": "power_of_choice", "candidates": 3}, "federation": {"cohort": 1}}
     folder = tmp_path / "run"

@@ -74,6 +74,7 @@ def values(scores: dict[str, Any]) -> dict[str, float]:
     return {name: score["value"] for name, score in scores.items()}
 
 
+@pytest.mark.slow
 def test_scores_are_those_that_the_run_recorded(trained: Trained) -> None:
     run, _, data = trained
     found = [run.evaluate(data, client=client, bootstrap=50)["scores"] for client in ("north", "south")]
@@ -90,6 +91,7 @@ def test_scores_are_those_that_the_run_recorded(trained: Trained) -> None:
     assert own["worst_tenth"]["clients"] == 1
 
 
+@pytest.mark.slow
 def test_the_exported_folder_has_the_scores_of_the_run(trained: Trained) -> None:
     run, folder, data = trained
     recorded = run.evaluate(by=["class", "sex"], bootstrap=30)
@@ -103,6 +105,7 @@ def test_the_exported_folder_has_the_scores_of_the_run(trained: Trained) -> None
     assert again["data"]["part"] == "test"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["adapter", "prompts"])
 def test_exported_adapters_and_prompts_have_the_scores_of_the_run(what: str, tmp_path: Path) -> None:
     data = tmp_path / "data"
@@ -134,6 +137,7 @@ def test_exported_adapters_and_prompts_have_the_scores_of_the_run(what: str, tmp
             evaluate_folder(tmp_path / "exported", Options(str(data), split="train", bootstrap=0, device="cpu"))
 
 
+@pytest.mark.slow
 def test_groups_have_the_scores_of_their_rows(trained: Trained, tmp_path: Path) -> None:
     _, folder, data = trained
     found = evaluate_folder(folder, Options(str(data), by=("sex",), bootstrap=20, device="cpu"))
@@ -148,6 +152,7 @@ def test_groups_have_the_scores_of_their_rows(trained: Trained, tmp_path: Path) 
     assert sum(counts.values()) == found["data"]["rows"] == 30
 
 
+@pytest.mark.slow
 def test_patients_are_drawn_together_and_clients_come_from_their_column(trained: Trained) -> None:
     run, folder, data = trained
     alone = evaluate_folder(folder, Options(str(data), bootstrap=40, device="cpu"))
@@ -251,6 +256,7 @@ def predictions(folder: Path, file: Path, **options: Any) -> list[dict[str, Any]
     return list(predict_file(folder, file, PredictOptions(device="cpu", **options)))
 
 
+@pytest.mark.slow
 def test_predictions_equal_the_text_pipeline(trained: Trained, tmp_path: Path) -> None:
     run, folder, _ = trained
     texts = [row(place)["text"] for place in range(7)]
@@ -267,6 +273,7 @@ def test_predictions_equal_the_text_pipeline(trained: Trained, tmp_path: Path) -
     assert [each["label"] for each in same] == [each["label"] for each in found]
 
 
+@pytest.mark.slow
 def test_predictions_need_no_labels_and_carry_columns(trained: Trained, tmp_path: Path) -> None:
     _, folder, _ = trained
     file = write_rows(tmp_path / "rows.jsonl", [{"text": "pain", "sex": "f", "id": "x1"}, {"text": "arm", "sex": "m"}])
@@ -325,6 +332,7 @@ def tagger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "exported"
 
 
+@pytest.mark.slow
 def test_predictions_equal_the_token_pipeline(tagger: Path, tmp_path: Path) -> None:
     texts = ["pain in the left arm .", "the left arm pain", "arm in pain"]
     file = tmp_path / "texts.txt"
@@ -345,6 +353,7 @@ def test_predictions_equal_the_token_pipeline(tagger: Path, tmp_path: Path) -> N
         ]
 
 
+@pytest.mark.slow
 def test_predictions_equal_the_image_pipeline(tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     for part in ("train", "test"):

@@ -22,6 +22,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_clinical_example_runs_as_it_is(empty_folder: Path) -> None:
     written = starter.write_example("clinical", Path("clinical.toml"))
     assert [str(path) for path in written] == ["clinical.toml", "notes", "tiny-encoder"]
@@ -34,6 +35,7 @@ def test_clinical_example_runs_as_it_is(empty_folder: Path) -> None:
     assert rows[9]["test"]["f1"] > 0.5, "the entities of the synthetic notes can be learned"
 
 
+@pytest.mark.slow
 def test_clinical_example_runs_with_the_privacy_of_its_comment(empty_folder: Path) -> None:
     starter.write_example("clinical", Path("clinical.toml"))
     said = Path("clinical.toml").read_text()
@@ -45,6 +47,7 @@ def test_clinical_example_runs_with_the_privacy_of_its_comment(empty_folder: Pat
     assert 0 < row["privacy"]["epsilon"] <= 8.0
 
 
+@pytest.mark.slow
 def test_prompts_example_runs_and_sends_only_global_prompts(empty_folder: Path) -> None:
     starter.write_example("prompts", Path("prompts.toml"))
     [row] = runner.start(load(Path("prompts.toml"), ["rounds=1"]), Path("run"))

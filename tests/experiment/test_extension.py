@@ -98,6 +98,7 @@ def assert_same(extended: Path, whole: Path) -> None:
 FAST = {"fedavg", "scaffold", "fedper", "fedadam"}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in INDEX])
 def test_extended_run_is_the_longer_run(name: str, tmp_path: Path) -> None:
     method = {"name": name, **BRIEF.get(name, {})}
@@ -105,6 +106,7 @@ def test_extended_run_is_the_longer_run(name: str, tmp_path: Path) -> None:
     assert_same(extend(folder), play(settings(method, LONG), tmp_path / "whole"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [1, 3])
 def test_unfinished_and_twice_extended_runs_are_exact(stop: int, tmp_path: Path) -> None:
     """Also with rows after the last checkpoint, and with a warm-up that is over before the first extension."""
@@ -129,6 +131,7 @@ def schedule(kind: str) -> dict[str, Any]:
     return {"training": {"optimizer": "sgd", "lr": 0.1, "schedule": kind}}
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("tables", "reason"),
     [
@@ -161,12 +164,14 @@ def test_noise_from_a_secret_file_is_refused(tmp_path: Path) -> None:
         extend(folder)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("tables", [schedule("step"), NOISE], ids=["step", "noise"])
 def test_what_does_not_depend_on_the_number_of_rounds_is_extended(tables: dict[str, Any], tmp_path: Path) -> None:
     folder = play(settings({"name": "fedavg"}, SHORT, **tables), tmp_path / "run")
     assert_same(extend(folder), play(settings({"name": "fedavg"}, LONG, **tables), tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_extension_beyond_the_budget_is_refused(tmp_path: Path) -> None:
     budget = {"privacy": {**NOISE["privacy"], "epsilon": 20.0}}
     folder = play(settings({"name": "fedavg"}, SHORT, **budget), tmp_path / "run")
@@ -200,6 +205,7 @@ class Signals(ServerRule):
         return {"late": 0.0}
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
@@ -237,6 +243,7 @@ def test_reads_total_finds_the_attribute_however_it_is_reached() -> None:
 # ---- the command line
 
 
+@pytest.mark.slow
 def test_resume_rounds_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,6 +293,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, at: int | None) -> list[str]:
     return calls
 
 
+@pytest.mark.slow
 def test_extension_killed_at_any_change_is_the_old_run_or_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def slow_case(count: int) -> Any:
     return pytest.param(count, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [300, slow_case(5000)])
 def test_any_config_is_accepted_or_refused_in_one_line(count: int) -> None:
     @given(configs())
@@ -54,6 +55,7 @@ def test_any_config_is_accepted_or_refused_in_one_line(count: int) -> None:
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [60, slow_case(1500)])
 def test_any_experiment_is_built_or_refused_in_one_line(count: int, small_machine: None) -> None:
     @given(experiments())
@@ -64,6 +66,7 @@ def test_any_experiment_is_built_or_refused_in_one_line(count: int, small_machin
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [10, slow_case(400)])
 def test_any_tiny_run_finishes_or_is_refused_in_one_line(
     count: int, small_machine: None, tmp_path_factory: pytest.TempPathFactory
@@ -100,6 +103,7 @@ def texts() -> st.SearchStrategy[str]:
     return pieces.map("".join)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [200, slow_case(3000)])
 def test_any_override_is_accepted_or_refused_in_one_line(count: int, tmp_path: Path) -> None:
     """The values of --set."""
@@ -123,6 +127,7 @@ def test_any_override_is_accepted_or_refused_in_one_line(count: int, tmp_path: P
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [150, slow_case(2000)])
 def test_any_method_list_is_expanded_or_refused_in_one_line(count: int, tmp_path: Path) -> None:
     """The values of --methods."""

@@ -26,6 +26,7 @@ def check() -> Any:
     return jsonschema.Draft7Validator(json.loads(json.dumps(schema))).validate
 
 
+@pytest.mark.fast_cases(14)
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: f"{file.parent.parent.name}/{file.stem}")
 def test_examples_fit(file: Path, check: Any) -> None:
     check(tomllib.loads(file.read_text()))
@@ -86,6 +87,7 @@ def test_what_the_parser_takes_fits(text: str, check: Any) -> None:
     check({"method": {"name": "fedavg"}, **tomllib.loads(text)})
 
 
+@pytest.mark.slow
 def test_command_prints_the_schema_or_a_complete_config(run_partita: Shell) -> None:
     code, out, _ = run_partita("config", "--schema")
     assert code == 0

@@ -27,6 +27,7 @@ def end(experiment: Experiment, **engine: object) -> tensors.Tensors:
     return final_params(play(experiment.run, experiment.model, experiment.federation, **engine))
 
 
+@pytest.mark.slow
 def test_clients_keep_their_moments_as_if_the_method_did() -> None:
     kept, plain = (build(config(keep)) for keep in (True, False))
     store = MemoryStore()
@@ -38,6 +39,7 @@ def test_clients_keep_their_moments_as_if_the_method_did() -> None:
     assert store.load(kept.federation.clients[0], 3).memory.keys() == {OPTIMIZER_PREFIX + slot for slot in slots}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["memory", "disk"])
 def test_resumed_run_goes_on_with_the_moments(state: str, tmp_path: Path) -> None:
     settings = config(keep=True)

@@ -44,6 +44,7 @@ model = {model}
 FAST = (("scaffold", "disk"),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "state"),
     [

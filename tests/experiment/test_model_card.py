@@ -64,6 +64,7 @@ def test_card_tells_method_scores_bytes_and_how_to_repeat(tmp_path: Path) -> Non
     assert str(tmp_path) not in card.content
 
 
+@pytest.mark.slow
 def test_card_of_a_client_has_its_own_scores(tmp_path: Path) -> None:
     recorded = recorded_run(tmp_path, method="fedper")
     rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
@@ -73,6 +74,7 @@ def test_card_of_a_client_has_its_own_scores(tmp_path: Path) -> None:
     assert "the own model of client c1" in card.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["example", "client"])
 def test_card_of_a_private_run_has_nothing_that_the_guarantee_does_not_cover(unit: str, tmp_path: Path) -> None:
     recorded = recorded_run(tmp_path, *PRIVATE, f"privacy.unit={unit}")
@@ -93,6 +95,7 @@ def test_card_of_a_private_run_has_nothing_that_the_guarantee_does_not_cover(uni
     assert ("| clients |" in text) == (unit == "example")
 
 
+@pytest.mark.slow
 def test_card_names_the_column_of_groups_and_leaves_out_a_bound_of_other_units(tmp_path: Path) -> None:
     recorded = recorded_run(tmp_path, *PRIVATE)
     about = json.loads((tmp_path / "run" / "privacy.json").read_text())
@@ -106,6 +109,7 @@ def test_card_names_the_column_of_groups_and_leaves_out_a_bound_of_other_units(t
     assert "patient" in text.partition("| unit |")[2].partition("\n")[0]
 
 
+@pytest.mark.slow
 def test_own_models_of_a_client_level_private_run_are_not_pushed(tmp_path: Path) -> None:
     recorded = recorded_run(tmp_path, *PRIVATE, "privacy.unit=client", method="fedper")
     with pytest.raises(ExportError, match="does not cover clients' own parameters; push the shared model"):
@@ -215,6 +219,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stub]]:
     hub._reachable.cache_clear()
 
 
+@pytest.mark.slow
 def test_push_uploads_the_folder_to_a_private_repository(stub: type[Stub], tmp_path: Path, run_partita: Shell) -> None:
     recorded_run(tmp_path)
     code, out, told = run_partita("export", tmp_path / "run", "--push", "ann/model")
@@ -229,12 +234,14 @@ def test_push_uploads_the_folder_to_a_private_repository(stub: type[Stub], tmp_p
     assert "from_pretrained('ann/model')" in base64.b64decode(files["README.md"]).decode()
 
 
+@pytest.mark.slow
 def test_push_can_be_public(stub: type[Stub], tmp_path: Path, run_partita: Shell) -> None:
     recorded_run(tmp_path)
     assert run_partita("export", tmp_path / "run", "--push", "ann/model", "--public")[0] == 0
     assert [given["visibility"] for path, given in stub.asked if path == "/api/repos/create"] == ["public"]
 
 
+@pytest.mark.slow
 def test_push_is_refused_before_any_work(
     stub: type[Stub], tmp_path: Path, run_partita: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +263,7 @@ def test_push_is_refused_before_any_work(
     assert not stub.asked
 
 
+@pytest.mark.slow
 def test_folder_that_needs_a_local_model_is_not_pushed(tmp_path: Path) -> None:
     base = recorded_run(tmp_path)
     export_model(base, tmp_path / "base")
@@ -271,6 +279,7 @@ def test_folder_that_needs_a_local_model_is_not_pushed(tmp_path: Path) -> None:
     assert build(recorded.experiment.config).base_digest in card.text
 
 
+@pytest.mark.slow
 def test_card_beside_all_clients_says_how_to_load_one(tmp_path: Path) -> None:
     export_clients(recorded_run(tmp_path, method="fedper"), tmp_path / "exported")
     text = ModelCard.load(tmp_path / "exported" / "README.md").text

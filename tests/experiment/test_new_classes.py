@@ -45,6 +45,7 @@ def config(method: str, new: float | None = 0.5, **more: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("method", PROMPTS)
 def test_a_model_for_new_classes_is_the_model_of_all_classes_seen_at_them(method: str) -> None:
     """The towers are the same, so the logits of a class depend on nothing but its own text."""
@@ -58,6 +59,7 @@ def test_a_model_for_new_classes_is_the_model_of_all_classes_seen_at_them(method
     torch.testing.assert_close(torch.cat([base, others], 1), all_logits)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("method", ["promptfl", "coop", "promptfl+ditto"])
 def test_rows_have_the_scores_on_base_and_new_classes(method: str, tmp_path: Path) -> None:
     [row] = start(parse(config(method, evaluate={"personal_every": 0})), tmp_path / "run")

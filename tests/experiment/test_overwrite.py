@@ -65,6 +65,7 @@ def test_overwriting_deletes_only_what_a_run_wrote(config: Config, tmp_path: Pat
     assert own < files(folder)
 
 
+@pytest.mark.slow
 def test_overwriting_replaces_a_run_only_when_the_new_one_is_ready(config: Config, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     list(start(config, folder))
@@ -169,6 +170,7 @@ def test_resume_option_starts_or_continues_only_the_same_run(config: Config, tmp
     assert digests[0] == digests[1]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("settings", [{}, {"clients_per_block": 1}, {"workers": 2, "clients_per_block": 1}])
 def test_replies_are_counted_as_they_arrive(settings: dict[str, int], config: Config, tmp_path: Path) -> None:
     if "workers" in settings and os.uname().sysname != "Linux":

@@ -77,6 +77,7 @@ def test_two_files_of_one_name_are_refused_in_one_config(tmp_path: Path) -> None
         load(config, [f"data.name={tmp_path}/other/mine.py:stripes"])
 
 
+@pytest.mark.slow
 def test_changed_copy_is_an_error(tmp_path: Path, run_partita: Shell) -> None:
     folder = run_all(write_own_code(tmp_path / "lab"), tmp_path / "run")
     (folder / "code" / "mine.py").write_text(MINE.replace("0.3", "0.4"))
@@ -88,6 +89,7 @@ def test_changed_copy_is_an_error(tmp_path: Path, run_partita: Shell) -> None:
         load_recorded(folder, trust_code=True)
 
 
+@pytest.mark.slow
 def test_changed_original_cannot_continue_a_run(tmp_path: Path, run_partita: Shell) -> None:
     config = write_own_code(tmp_path / "lab")
     folder = run_all(config, tmp_path / "run")
@@ -104,6 +106,7 @@ def test_code_that_changes_between_reading_and_building_is_an_error(tmp_path: Pa
         build(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("listed", [True, False])
 def test_code_of_a_stranger_is_not_run(
     tmp_path: Path, run_partita: Shell, monkeypatch: pytest.MonkeyPatch, listed: bool
@@ -147,6 +150,7 @@ def test_module_of_a_stranger_is_not_imported(tmp_path: Path) -> None:
         load_recorded(folder)
 
 
+@pytest.mark.slow
 def test_list_of_trusted_code_has_each_file_once(tmp_path: Path) -> None:
     config = write_own_code(tmp_path / "lab")
     for name in ("one", "two"):
@@ -154,12 +158,14 @@ def test_list_of_trusted_code_has_each_file_once(tmp_path: Path) -> None:
     assert trusted_file().read_text() == f"{digest(MINE.encode())}\n"
 
 
+@pytest.mark.slow
 def test_run_goes_on_where_the_list_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert run_folder.finished(run_all(write_own_code(tmp_path / "lab"), tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_comparison_reads_methods_from_files_and_keeps_its_runs(
     tmp_path: Path, run_partita: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +183,7 @@ def test_comparison_reads_methods_from_files_and_keeps_its_runs(
     assert "did you mean 'wrong'?" in errors
 
 
+@pytest.mark.slow
 def test_overwrite_removes_the_copies(tmp_path: Path) -> None:
     config = write_own_code(tmp_path / "lab")
     folder = run_all(config, tmp_path / "run")
@@ -194,6 +201,7 @@ WITHOUT_OWN_CODE = (
 )
 
 
+@pytest.mark.slow
 def test_options_of_own_functions_are_checked_and_explained(tmp_path: Path, run_partita: Shell) -> None:
     config = write_own_code(tmp_path)
     line = MINE[: MINE.index("logits.topk")].count("\n") + 1
@@ -225,6 +233,7 @@ def test_own_sampling_rule_draws_the_cohorts(tmp_path: Path) -> None:
         build(load(config, private))
 
 
+@pytest.mark.slow
 def test_wrong_splits_are_refused(tmp_path: Path) -> None:
     for rows, message in (
         ("{'a': []}", "gives the client 'a' no rows"),
@@ -240,6 +249,7 @@ def test_wrong_splits_are_refused(tmp_path: Path) -> None:
             build(load(config, ["split={}", f"split.name={tmp_path}/mine.py:wrong_split"]))
 
 
+@pytest.mark.slow
 def test_failing_tracker_warns_and_the_run_goes_on(tmp_path: Path) -> None:
     config = write_own_code(
         tmp_path, code=MINE.replace("with (folder", "raise OSError('no network')\n        with (folder")
@@ -249,6 +259,7 @@ def test_failing_tracker_warns_and_the_run_goes_on(tmp_path: Path) -> None:
     assert run_folder.finished(folder)
 
 
+@pytest.mark.slow
 def test_direction_of_own_metrics_reaches_the_report(tmp_path: Path, run_partita: Shell) -> None:
     folder = run_all(write_own_code(tmp_path / "lab"), tmp_path / "run")
     code, out, _ = run_partita("report", folder)
@@ -280,6 +291,7 @@ def test_flower_app_holds_the_code(tmp_path: Path) -> None:
     assert "partita.models.vit" in flower_app.modules(app)
 
 
+@pytest.mark.slow
 def test_python_runs_and_reads_runs(tmp_path: Path) -> None:
     config = write_own_code(tmp_path / "lab")
     done = partita.run(config, tmp_path / "runs" / "one")
@@ -306,6 +318,7 @@ def test_python_runs_and_reads_runs(tmp_path: Path) -> None:
     assert scores["accuracy"] == done.scores["accuracy"]
 
 
+@pytest.mark.slow
 def test_frame_has_a_row_for_each_round(tmp_path: Path) -> None:
     config = write_own_code(tmp_path / "lab")
     for seed in (0, 1):
@@ -322,6 +335,7 @@ def test_frame_has_a_row_for_each_round(tmp_path: Path) -> None:
     assert (last["clients"], last["lost"]) == (2, 0)
 
 
+@pytest.mark.slow
 def test_model_of_a_client_has_what_it_keeps(tmp_path: Path) -> None:
     config = write_own_code(tmp_path / "lab")
     done = partita.run(load(config, ["method={}", "method.name=fedper"]), tmp_path / "run")

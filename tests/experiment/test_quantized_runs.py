@@ -60,6 +60,7 @@ def apart(left: Tensors, right: Tensors) -> float:
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["8bit", "4bit"])
 @pytest.mark.parametrize("privacy", [(), PRIVATE], ids=["plain", "private"])
 def test_block_equals_clients_one_by_one(mode: str, privacy: tuple[str, ...], experiment: Path, tmp_path: Path) -> None:
@@ -89,6 +90,7 @@ def test_steps_captured_on_a_gpu_equal_those_of_a_cpu(
     assert apart(here, {name: value.cpu() for name, value in there.items()}) < 1e-4
 
 
+@pytest.mark.slow
 def test_ghost_and_direct_clipping_agree(experiment: Path, tmp_path: Path) -> None:
     one, other = (
         trained(
@@ -99,6 +101,7 @@ def test_ghost_and_direct_clipping_agree(experiment: Path, tmp_path: Path) -> No
     assert apart(one, other) < 1e-5
 
 
+@pytest.mark.slow
 def test_run_resumes_bit_for_bit(experiment: Path, tmp_path: Path) -> None:
     config = config_of(experiment)
     partita.run(config, tmp_path / "whole")
@@ -113,6 +116,7 @@ def test_run_resumes_bit_for_bit(experiment: Path, tmp_path: Path) -> None:
     assert bases[0]["base_digest"] == bases[1]["base_digest"]
 
 
+@pytest.mark.slow
 def test_quantized_base_is_held_once(experiment: Path) -> None:
     """The model with factors and the one without share every byte of the base."""
     config = config_of(experiment)
@@ -126,6 +130,7 @@ def test_quantized_base_is_held_once(experiment: Path) -> None:
     assert kinds.count(torch.uint8) == 12
 
 
+@pytest.mark.slow
 def test_quantized_base_needs_something_frozen_and_something_that_trains(experiment: Path) -> None:
     config = config_of(experiment)
     plain = {key: value for key, value in config.model.items() if key != "adapter"}

@@ -194,6 +194,7 @@ def with_value(heading: str, name: str, value: Any) -> dict[str, Any]:
     return {**TINY, table: {**given, **({"name": kind} if kind else {})}}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("heading", SCHEMA)
 def test_every_option_beyond_its_bounds_is_refused_by_name(heading: str) -> None:
     for name, option in SCHEMA[heading].items():
@@ -356,6 +357,7 @@ def test_small_experiment_is_built() -> None:
     assert build(parse(TINY)).block == 3
 
 
+@pytest.mark.slow
 def test_reference_pages_are_up_to_date() -> None:
     script = Path(__file__).parent.parent.parent / "scripts" / "write_reference.py"
     written = runpy.run_path(str(script))

@@ -24,6 +24,7 @@ def config(method: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_pooled_model_has_the_recorded_scores(tmp_path: Path) -> None:
     done = partita.run(config("centralized"), tmp_path / "run")
     assert done.scores["accuracy"] > 0.3, "untrained, all models are alike"
@@ -33,6 +34,7 @@ def test_pooled_model_has_the_recorded_scores(tmp_path: Path) -> None:
     assert (shared / WEIGHTS).read_bytes() == (own / WEIGHTS).read_bytes()
 
 
+@pytest.mark.slow
 def test_untrained_server_model_is_refused(tmp_path: Path) -> None:
     done = partita.run(config("local-only"), tmp_path / "run")
     with pytest.raises(RunError, match=r"nothing travels with 'local-only'.*--client c0"):

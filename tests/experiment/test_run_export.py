@@ -200,6 +200,7 @@ def difference(recorded: RecordedModel, module: Any, client: str | None = None) 
     return float((ours - theirs).abs().max())
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", [*RUNS, "pairs"])
 def test_plain_transformers_computes_the_same_logits(kind: str, tmp_path: Path) -> None:
     recorded = recorded_run(tmp_path / "run", (RUNS | {"pairs": pairs})[kind](tmp_path))
@@ -243,6 +244,7 @@ def test_whole_folder_of_a_client_has_its_own_parameters(tmp_path: Path) -> None
     assert not torch.equal(*heads)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("method", ["ditto", "apfl"])
 def test_personal_copies_are_exported_in_place_of_the_shared_values(method: str, tmp_path: Path) -> None:
     training = {"optimizer": "sgd", "lr": 0.1, "steps": 2}
@@ -263,6 +265,7 @@ def named_clients(folder: Path) -> Raw:
     return {**raw, "split": {"name": "by_column", "column": "site"}}
 
 
+@pytest.mark.slow
 def test_all_clients_as_what_differs_from_the_shared_model(tmp_path: Path) -> None:
     raw = named_clients(tmp_path)
     recorded = recorded_run(tmp_path / "run", raw, "fedper", split=raw["split"])
@@ -322,6 +325,7 @@ def prompt_difference(recorded: RecordedModel, folder: Path, client: str | None 
         return float((ours - load_prompts(folder)(inputs["pixel_values"])).abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", PROMPTS)
 def test_prompts_load_with_transformers_alone(method: str, tmp_path: Path) -> None:
     recorded = prompt_run(tmp_path, method, "clip", **PROMPTS[method])
@@ -345,6 +349,7 @@ def test_prompts_load_with_transformers_alone(method: str, tmp_path: Path) -> No
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", ["siglip", "registers+bert", "dinov2+bert"])
 def test_prompts_of_other_dual_encoders_load_too(pair: str, tmp_path: Path) -> None:
     recorded = prompt_run(tmp_path, "pfeddc", pair, **PROMPTS["pfeddc"])
@@ -352,6 +357,7 @@ def test_prompts_of_other_dual_encoders_load_too(pair: str, tmp_path: Path) -> N
     assert prompt_difference(recorded, tmp_path / "own", "c0") <= CLOSE
 
 
+@pytest.mark.slow
 def test_prompts_of_random_or_merged_towers_bring_them_along(tmp_path: Path) -> None:
     recorded = prompt_run(tmp_path, "pfeddc", **PROMPTS["pfeddc"])
     export_model(recorded, tmp_path / "random")
@@ -365,6 +371,7 @@ def test_prompts_of_random_or_merged_towers_bring_them_along(tmp_path: Path) -> 
     assert prompt_difference(recorded, tmp_path / "merged") <= CLOSE
 
 
+@pytest.mark.slow
 def test_clip_that_reads_class_texts_is_saved_with_its_tokenizer(tmp_path: Path) -> None:
     raw = images(tmp_path, label=["cat", "dog"] * COUNT)
     raw["data"]["channels"] = 1
@@ -382,6 +389,7 @@ def test_clip_that_reads_class_texts_is_saved_with_its_tokenizer(tmp_path: Path)
         assert torch.allclose(ours, module(**inputs, **texts).logits_per_image, atol=CLOSE)
 
 
+@pytest.mark.slow
 def test_cached_frozen_layers_are_exported_too(tmp_path: Path) -> None:
     raw = RUNS["text"](tmp_path)
     raw["model"]["frozen"] = ["base"]
@@ -395,6 +403,7 @@ def test_cached_frozen_layers_are_exported_too(tmp_path: Path) -> None:
 # ---- rounds
 
 
+@pytest.mark.slow
 def test_rounds_best_last_and_by_number(tmp_path: Path) -> None:
     raw = {**RUNS["image"](tmp_path), "rounds": 5}
     split = {"name": "iid", "clients": 2, "validation": 0.3}
@@ -413,6 +422,7 @@ def test_rounds_best_last_and_by_number(tmp_path: Path) -> None:
     assert read_export(tmp_path / "best").round == best
 
 
+@pytest.mark.slow
 def test_best_needs_validation(tmp_path: Path) -> None:
     recorded_run(tmp_path / "run", RUNS["image"](tmp_path))
     with pytest.raises(RunError, match=r"has no best round.* set evaluate\.validation_every"):
@@ -422,6 +432,7 @@ def test_best_needs_validation(tmp_path: Path) -> None:
 # ---- refusals
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     raw = RUNS["image"](tmp_path)
     recorded = recorded_run(tmp_path / "run", raw)
@@ -441,6 +452,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path:
     assert not list(tmp_path.glob(".*")), "nothing half-written is left"
 
 
+@pytest.mark.slow
 def test_quantized_bases_are_not_merged(tmp_path: Path) -> None:
     raw = decoder(tmp_path, "llama", name="lm", block_size=8)
     raw["model"] |= {"quantize": "8bit", "frozen": ["all"], "adapter": {"rank": 2}}
@@ -450,6 +462,7 @@ def test_quantized_bases_are_not_merged(tmp_path: Path) -> None:
     assert export_model(recorded, tmp_path / "exported").form == "adapter"
 
 
+@pytest.mark.slow
 def test_mean_pooling_trains_on_cached_layers_and_is_not_exported(tmp_path: Path) -> None:
     raw = RUNS["text"](tmp_path)
     raw["model"] |= {"frozen": ["base"], "pooling": "mean"}
@@ -466,6 +479,7 @@ def test_mean_pooling_trains_on_cached_layers_and_is_not_exported(tmp_path: Path
 # ---- the command
 
 
+@pytest.mark.slow
 def test_command_writes_into_the_run_folder_by_default(tmp_path: Path, run_partita: Shell) -> None:
     recorded_run(tmp_path / "run", RUNS["image"](tmp_path), "fedper")
     code, out, _ = run_partita("export", tmp_path / "run")
@@ -485,6 +499,7 @@ def test_command_writes_into_the_run_folder_by_default(tmp_path: Path, run_parti
     assert (tmp_path / "run" / "export-clients" / "clients" / "c0" / "difference.safetensors").is_file()
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("words", "fault"),
     [

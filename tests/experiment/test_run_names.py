@@ -41,6 +41,7 @@ LABELS = {
 }  # fmt: skip
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("spec", LABELS)
 def test_label_shows_what_is_not_a_default_and_can_be_read_back(spec: str, config: Path, tmp_path: Path) -> None:
     [(folder, settings)] = expand(config, [], spec, 1, tmp_path)
@@ -65,6 +66,7 @@ def test_label_in_a_config_stays() -> None:
     assert default_folder("fedprox(mu=0.5)", 3) == Path("runs/fedprox_mu=0.5-seed-3")
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(
     "methods",
     [

@@ -37,6 +37,7 @@ def pixels_of(address: str) -> Image.Image:
     return Image.open(BytesIO(base64.b64decode(address.partition(",")[2])))
 
 
+@pytest.mark.slow
 def test_images_have_a_picture_a_label_and_two_predictions(tmp_path: Path) -> None:
     list(start(parse(DIGITS), tmp_path / "run"))
     samples = load_run(tmp_path / "run").samples
@@ -68,6 +69,7 @@ def samples_of_example(name: str, *changes: str) -> list[dict[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_pairs_show_both_texts_and_the_answer(empty_folder: Path) -> None:
     for sample in samples_of_example("statements"):
         note, _, statement = sample["prompt"].partition(" | ")
@@ -77,6 +79,7 @@ def test_pairs_show_both_texts_and_the_answer(empty_folder: Path) -> None:
         assert sample["after"].partition(" (")[0] in ("entails", "contradicts", "says nothing of it")
 
 
+@pytest.mark.slow
 def test_tokens_show_the_entities_with_their_words(empty_folder: Path) -> None:
     for sample in samples_of_example("clinical"):
         assert sample["reference"] != ""
@@ -97,6 +100,7 @@ def test_sample_images_are_small_and_show_the_pixels() -> None:
     assert np.asarray(pixels_of(thumbnail(gray, ((0.25,), (0.5,))))).tolist() == [[128] * 6] * 4, "0.5 * 0.5 + 0.25"
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

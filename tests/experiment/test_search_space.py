@@ -101,6 +101,7 @@ def test_chosen_settings_are_written_as_compare_reads_them(config: Path) -> None
     assert with_settings("fedavg", {}) == "fedavg"
 
 
+@pytest.mark.slow
 @given(st.floats(1e-6, 1.0), st.floats(1.01, 1e6), st.floats(0, 1), st.booleans())
 def test_rounded_values_stay_in_their_interval(low: float, high: float, place: float, log: bool) -> None:
     interval = Interval(low, high, log)

@@ -137,6 +137,7 @@ def test_path_component_is_plain_unique_and_reversible(one: str, other: str) -> 
     assert label_folder(one) not in (".", "..")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("label", ["../../x", "/etc/x", "..", "a/b", ".a", "~", "<b>", "x" * 10_000])
 def test_run_folder_of_any_label_stays_below_runs(
     label: str, tmp_path: Path, run_partita: Shell, monkeypatch: pytest.MonkeyPatch
@@ -265,6 +266,7 @@ def test_printable_text_has_no_control_characters(text: str) -> None:
     assert shown.encode() or not text
 
 
+@pytest.mark.slow
 def test_ls_and_errors_print_control_characters_as_text(tmp_path: Path, run_partita: Shell) -> None:
     folder = write_run(tmp_path, "x", 0, rounds=2)
     label = "\\u001b[b]"
@@ -374,6 +376,7 @@ def test_unreportable_file_is_named(what: str, tmp_path: Path) -> None:
         load_run(folder)
 
 
+@pytest.mark.slow
 def test_endless_lines_and_huge_files_are_refused_unread(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "a", 0, rounds=2)
     with (folder / "rows.jsonl").open("wb") as file:
@@ -413,6 +416,7 @@ def spoil_one_file(folder: Path, draws: random.Random) -> None:
         (folder / name).write_text(json.dumps(mutate(json.loads((folder / name).read_text()), draws)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("count", "drawn"), [(80, 1), pytest.param(400, 400, marks=pytest.mark.slow)])
 def test_report_of_mutated_files_is_made_or_names_the_file(count: int, drawn: int, tmp_path: Path) -> None:
@@ -487,6 +491,7 @@ def source_calls() -> Iterator[tuple[str, ast.Call]]:
                 yield path.relative_to(SOURCE).as_posix(), node
 
 
+@pytest.mark.slow
 def test_source_unpickles_and_executes_no_file() -> None:
     """Only the pipes between a run's own processes use pickle, and only own code that the user trusts is executed."""
     dangerous = {"eval", "exec", "compile", "torch.load", "np.load", "numpy.load", "os.system", "joblib.load"}
@@ -500,6 +505,7 @@ def test_source_unpickles_and_executes_no_file() -> None:
     assert found == {("engines/ipc.py", "pickle.loads"), *own_code}
 
 
+@pytest.mark.slow
 def test_source_never_trusts_remote_code() -> None:
     loads = [
         (path, call)

@@ -21,6 +21,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_statements_example_runs_and_every_hospital_has_all_answers(empty_folder: Path) -> None:
     written = starter.write_example("statements", Path("statements.toml"))
     assert [str(path) for path in written] == ["statements.toml", "statements", "tiny-encoder"]
@@ -36,6 +37,7 @@ def test_statements_example_runs_and_every_hospital_has_all_answers(empty_folder
     assert row["test"]["accuracy"] > 0.2
 
 
+@pytest.mark.slow
 def test_dates_example_runs_and_its_targets_are_the_dates(empty_folder: Path) -> None:
     pytest.importorskip("rouge_score")
     starter.write_example("dates", Path("dates.toml"))
@@ -49,6 +51,7 @@ def test_dates_example_runs_and_its_targets_are_the_dates(empty_folder: Path) ->
     assert {"rougeL", "exact_match", "perplexity"} <= row["test"].keys()
 
 
+@pytest.mark.slow
 def test_scenes_example_runs_and_learns(empty_folder: Path) -> None:
     starter.write_example("scenes", Path("scenes.toml"))
     config = load(Path("scenes.toml"), ["rounds=2", "evaluate.every=1"])
@@ -73,6 +76,7 @@ def test_scenes_depend_only_on_the_key_and_masks_lie_under_strokes(tmp_path: Pat
         assert pixels[mask > 0].mean() > pixels[mask == 0].mean() + 20
 
 
+@pytest.mark.slow
 def test_chat_example_runs_and_every_answer_is_the_next_word(empty_folder: Path) -> None:
     starter.write_example("chat", Path("chat.toml"))
     rows = [json.loads(line) for line in Path("conversations/train.jsonl").read_text().splitlines()]

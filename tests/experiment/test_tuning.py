@@ -60,6 +60,7 @@ def rows_of(trials: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
             yield file.parent, row
 
 
+@pytest.mark.slow
 def test_every_method_gets_the_budget_and_starts_with_the_config(whole: Path) -> None:
     studies = plan(whole / "config.toml", whole / "out")
     found = {study.default.label: study.trials() for study in studies}
@@ -85,6 +86,7 @@ def test_no_trial_touches_a_test_set(whole: Path) -> None:
         assert (run_folder.finished(folder) or {"test": None})["test"] is None
 
 
+@pytest.mark.slow
 def test_test_set_is_never_evaluated(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the test set was evaluated")
@@ -93,6 +95,7 @@ def test_test_set_is_never_evaluated(config: Path, tmp_path: Path, monkeypatch: 
     tune_here(plan(config, tmp_path / "out", replace(OPTIONS, budget=1)), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_seeds_of_trials_are_not_those_of_a_comparison(whole: Path) -> None:
     seeds = {load(folder / "config.toml").seed for folder, _ in rows_of(whole / "out" / "trials")}
     assert seeds == {10_000}
@@ -114,6 +117,7 @@ def test_best_trial_is_chosen_and_written_as_a_config(whole: Path) -> None:
         assert written.seed == study.default.seed
 
 
+@pytest.mark.slow
 def test_first_of_equal_trials_is_chosen_and_loss_is_minimized(config: Path, tmp_path: Path) -> None:
     study = plan(config, tmp_path / "out")[0]
     loss = {"name": "loss", "higher_is_better": False, "fraction": False}
@@ -126,6 +130,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 def test_killed_tuning_continues_as_if_nothing_had_happened(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +175,7 @@ def test_killed_tuning_continues_as_if_nothing_had_happened(
     assert same[0] == same[1]
 
 
+@pytest.mark.slow
 def test_diverged_trial_fails_and_the_tuning_goes_on(config: Path, tmp_path: Path) -> None:
     options = Options("fedavg", ("training.lr=choice(1e8,0.1,0.2)",), budget=4, search="grid")
     [trials] = tune_here(plan(config, tmp_path / "out", options), tmp_path / "out").values()
@@ -184,12 +190,14 @@ def test_diverged_trial_fails_and_the_tuning_goes_on(config: Path, tmp_path: Pat
     assert any("fedavg, trial 1 failed: client" in note for note in notes(loaded))
 
 
+@pytest.mark.slow
 def test_config_that_cannot_run_ends_the_tuning(config: Path, tmp_path: Path) -> None:
     studies = plan(config, tmp_path / "out", replace(OPTIONS, metric="f1"))
     with pytest.raises(OptionError, match="which this task does not have"):
         tune_method(studies[0])
 
 
+@pytest.mark.slow
 def test_without_a_complete_trial_nothing_is_chosen(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +209,7 @@ def test_without_a_complete_trial_nothing_is_chosen(
         tune_here(plan(config, tmp_path / "out"), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_seeds_are_averaged(config: Path, tmp_path: Path) -> None:
     options = Options("fedavg", (LR,), budget=1, seeds=2)
     [[trial]] = tune_here(plan(config, tmp_path / "out", options, ("rounds=2",)), tmp_path / "out").values()
@@ -214,6 +223,7 @@ def test_seeds_are_averaged(config: Path, tmp_path: Path) -> None:
     assert trial.rounds == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "changes", "reason"),
     [
@@ -257,6 +267,7 @@ def test_what_cannot_be_tuned_is_refused_before_any_run(
     assert reason in str(error.value)
 
 
+@pytest.mark.slow
 def test_private_trials_are_added_up_and_the_page_warns(config: Path, tmp_path: Path) -> None:
     options = Options("fedavg", (LR,), budget=2, disclose_validation=True, prune=False)
     changes = ("privacy.noise=4", "privacy.accountant=rdp", "rounds=1")
@@ -278,6 +289,7 @@ def test_trials_are_no_runs_of_a_report(whole: Path) -> None:
         report.load_runs([whole / "out"])
 
 
+@pytest.mark.slow
 def test_tune_then_compare_shows_every_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

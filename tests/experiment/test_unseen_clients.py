@@ -38,6 +38,7 @@ def config(method: str = "fedavg", unseen: float | None = 2, **split: Any) -> di
     return {**raw, "method": {"name": method}, "rounds": 1}
 
 
+@pytest.mark.slow
 @given(st.integers(2, 9), st.data())
 def test_every_client_keeps_its_rows_whether_it_takes_part_or_not(clients: int, data: st.DataObject) -> None:
     unseen, seed = data.draw(st.integers(1, clients - 1)), data.draw(st.integers(0, 99))
@@ -76,6 +77,7 @@ def test_pooled_clients_leave_the_unseen_ones_out() -> None:
     assert len(used) == 60
 
 
+@pytest.mark.slow
 def test_unseen_clients_are_tested_but_never_train(tmp_path: Path) -> None:
     settings = parse(config())
     [row] = start(settings, tmp_path / "run")
@@ -92,6 +94,7 @@ def test_unseen_clients_are_tested_but_never_train(tmp_path: Path) -> None:
     assert "Unseen clients" in page([load_run(tmp_path / "run")], tmp_path / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_central_model_is_tested_on_unseen_clients_as_it_was_trained(tmp_path: Path) -> None:
     settings = parse(config("centralized"))
     [row] = start(settings, tmp_path / "run")
@@ -103,6 +106,7 @@ def test_a_central_model_is_tested_on_unseen_clients_as_it_was_trained(tmp_path:
         assert trained["loss"] != pytest.approx(initial["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedper", "fedbabu"])
 def test_personal_parts_of_unseen_clients_have_their_initial_values(method: str, tmp_path: Path) -> None:
     raw = config(method)

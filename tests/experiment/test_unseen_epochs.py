@@ -46,6 +46,7 @@ def mean(scores: Mapping[str, float]) -> float:
     return sum(scores.values()) / len(scores)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "more"),
     [("fedavg", {}), ("fedbabu", {}), ("promptfl", {"model": CLIP})],
@@ -58,6 +59,7 @@ def test_rows_of_a_method_without_personal_parameters_do_not_change(
     assert without_times(trained) == without_times(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "more"),
     [("fedper finetune", {}), ("fedrep", {}), ("pfeddc", {"model": CLIP}), ("coop", {"model": CLIP})],
@@ -72,6 +74,7 @@ def test_only_the_scores_of_unseen_clients_change(method: str, more: dict[str, A
         assert row == other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedrep finetune", "local-only"])
 def test_an_untrained_head_is_at_chance_and_a_trained_one_far_above(method: str, tmp_path: Path) -> None:
     training = {"lr": 0.01, "batch_size": 8, "epochs": 3}
@@ -83,6 +86,7 @@ def test_an_untrained_head_is_at_chance_and_a_trained_one_far_above(method: str,
     assert mean(after) > 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedper", "fedrep finetune"])
 def test_a_resumed_run_and_workers_have_the_same_scores(method: str, tmp_path: Path) -> None:
     def raw(block: int = 1, **engine: int) -> dict[str, Any]:
@@ -106,6 +110,7 @@ def test_an_unseen_client_trains_all_ranks_of_what_it_keeps(tmp_path: Path) -> N
     assert mean(trained["unseen"]["loss"]) < mean(plain["unseen"]["loss"])
 
 
+@pytest.mark.slow
 def test_privacy_of_those_who_take_part_costs_the_same(tmp_path: Path) -> None:
     private: dict[str, Any] = {"privacy": {"noise": 2.0, "unit": "example", "repeatable": True}}
     trained, plain = (
@@ -115,6 +120,7 @@ def test_privacy_of_those_who_take_part_costs_the_same(tmp_path: Path) -> None:
     assert without_times([trained]) == without_times([plain])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("method", "unit"), [("fedper finetune", "client"), ("fedper", "example")])
 def test_scores_that_privacy_withholds_are_nothing_to_train_for(tmp_path: Path, method: str, unit: str) -> None:
     private: dict[str, Any] = {"privacy": {"noise": 2.0, "unit": unit, "repeatable": True}}

@@ -251,6 +251,7 @@ def core_rounds(world: Federation, features: Features, method: Method, setting: 
     return play(run, LinearAttention(world, features), LabPopulation(world.data), block=3)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", MAPS)
 def test_lab_simulator_and_core_give_the_same_tensors(name: str) -> None:
     world, features = make_world(name, level=1.5)
@@ -305,6 +306,7 @@ def frozen_at(played: list[RoundResult]) -> int:
     return next((t for t in range(1, len(kernels)) if kernels[t] is kernels[t - 1]), len(kernels))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("threshold", "patience"), [(1.5, 1), (2.0, 3)])
 def test_auto_warmup_freezes_when_the_simulator_predicts(threshold: float, patience: int) -> None:
     worlds = [make_world(level=level, seed=seed)[0] for seed, level in enumerate((0.5, 2.0))]
@@ -318,6 +320,7 @@ def test_auto_warmup_freezes_when_the_simulator_predicts(threshold: float, patie
         assert frozen_at(core_rounds(world, features, method, setting)) == int(chosen[place])
 
 
+@pytest.mark.slow
 def test_the_default_threshold_freezes_when_the_simulator_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_warmup, "FACTOR", 1.5)  # so that it freezes within a few rounds
     worlds = [make_world(level=level, seed=seed)[0] for seed, level in enumerate((0.5, 2.0))]
@@ -357,6 +360,7 @@ def small_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "LOCAL", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_figures")
 def test_lab_figures_are_drawn_and_written(tmp_path: Path) -> None:
     assert [path.name for path in commands.make("fig1", tmp_path / "out", seeds=2)] == ["fig1.png", "fig1.svg"]

@@ -145,6 +145,7 @@ def test_serialized_messages_do_not_change_results(method: Method) -> None:
         assert (left.traffic, left.loss) == (right.traffic, right.loss)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_block_size_does_not_change_results(method: Method) -> None:
     model, population = Float64Model(MODEL), Float64Population(FOUR)

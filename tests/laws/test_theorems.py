@@ -62,6 +62,7 @@ def test_fedavg_with_equal_curvatures_reaches_the_optimum() -> None:
     np.testing.assert_allclose(final_point(fedavg(), bowls, 5), bowls.optimum(), rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_fedprox_converges_to_its_closed_form_closer_to_the_optimum() -> None:
     bowls = QuadraticClients()
     fixed = fixed_point(bowls.p, client_step_matrix(bowls.H, 5, mu=2.0), bowls.a)
@@ -77,6 +78,7 @@ def frozen_fixed_point(bowls: QuadraticClients, y: np.ndarray, steps: int, mu: f
     return fixed_point(bowls.p, client_step_matrix(Hxx, steps, mu), bowls.a[:, :X] - shift)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_fedfrozen_converges_to_the_fixed_point_of_the_unfrozen_block(warmup: int) -> None:
     bowls = QuadraticClients()

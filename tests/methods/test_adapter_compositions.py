@@ -60,6 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 FAST = {("llama-lm", name) for name in ("fedavg", "fedfrozen", "safl", "fedper", "ranks")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "name"),
     [
@@ -78,6 +79,7 @@ def test_methods_conform_on_a_model_with_an_adapter(case: str, name: str) -> Non
     assert tensors.equal(frozen_values(model), before), "the base is the same bit for bit"
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("case", MODELS)
 def test_only_the_adapter_and_the_head_travel_and_are_stored(case: str) -> None:
     model = adapted(case)
@@ -93,6 +95,7 @@ def test_only_the_adapter_and_the_head_travel_and_are_stored(case: str) -> None:
     assert tensors.equal(frozen_values(model), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MODELS)
 def test_example_level_privacy_clips_and_trains_the_adapter(case: str) -> None:
     """Ghost clipping, clipping of each example's gradient, and blocks of clients agree."""

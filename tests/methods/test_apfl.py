@@ -73,6 +73,7 @@ def reference_rounds(method: Method, alpha: float, adaptive: bool, store: Memory
     return weights
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("alpha", [0.3, 0.9])
 def test_fixed_mixture_equals_a_plain_loop(alpha: float) -> None:
     reference_rounds(apfl(alpha, adaptive=False), alpha, False, MemoryStore())
@@ -83,6 +84,7 @@ def test_adaptive_mixture_equals_a_plain_loop() -> None:
     assert len({round(weight, 4) for weight in weights.values()} | {0.3}) == 4, "each client learns its own"
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_mixing_weight_stays_between_0_and_1(alpha: float) -> None:
     """On quadratics far apart, a step without the projection would leave the interval in both directions."""
@@ -96,6 +98,7 @@ def test_mixing_weight_stays_between_0_and_1(alpha: float) -> None:
     assert {0.0, 1.0} & set(found), "some reach an end"
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("optimizer", ["nesterov", "adamw"])
 def test_shared_model_is_fedavg_bit_for_bit(optimizer: str) -> None:
     method = apfl(0.6, adaptive=False)

@@ -27,6 +27,7 @@ FOUR = Clients(a=5, b=9, c=7, d=12)
 EARLY_FREEZE = fedfrozen("auto", threshold=1.3, patience=2)
 
 
+@pytest.mark.slow
 def test_resumed_run_freezes_at_the_same_round_bit_for_bit(tmp_path: Path) -> None:
     run = toy_run(EARLY_FREEZE, 8, lr=0.2)
     whole = play(run, toy_model(), FOUR)
@@ -123,6 +124,7 @@ def test_invalid_auto_warmup_options_are_refused(options: dict[str, object], wor
         fedfrozen(**options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_auto_warmup_conforms_across_the_freeze() -> None:
     check_method(fedfrozen("auto", threshold=0.5, patience=1), toy_model(), Clients(c0=3, c1=9, c2=12, c3=6))
 

@@ -19,6 +19,7 @@ from partita.methods.fedavg import fedavg
 from partita.methods.fedper import fedper
 
 
+@pytest.mark.slow
 def test_clients_of_the_full_rank_train_the_pieces_as_whole_factors() -> None:
     population = clients("llama-lm")
     whole, cut = adapted("llama-lm"), adapted("llama-lm", ranks={"x": 1, "y": 3})

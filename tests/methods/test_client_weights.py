@@ -31,6 +31,7 @@ MAKE: dict[str, Make] = {
 methods = pytest.mark.parametrize("make", MAKE.values(), ids=list(MAKE))
 
 
+@pytest.mark.slow
 @methods
 @pytest.mark.parametrize("cohort", [1.0, 0.5])
 def test_clients_rest_at_the_optimum_of_the_mean_with_their_weights(make: Make, cohort: float) -> None:
@@ -46,6 +47,7 @@ def total_of(seen: dict[int, int]) -> float:
     return 4 * sum(seen.values()) / len(seen)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("cohort", [1.0, 0.25])
 def test_weighted_scaffold_rounds_match_numpy(cohort: float) -> None:
     """The reference keeps all variates and forms their weighted mean from the start in every round."""
@@ -67,6 +69,7 @@ def test_weighted_scaffold_rounds_match_numpy(cohort: float) -> None:
         np.testing.assert_allclose(as_vector(each.server.state["control"]), c, rtol=0, atol=1e-12)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("cohort", [1.0, 0.25])
 def test_weighted_feddyn_rounds_match_numpy(cohort: float) -> None:
     bowls, steps, alpha = QuadraticClients(sizes=SIZES), 5, 0.8
@@ -93,6 +96,7 @@ def test_weighted_common_variate_is_the_weighted_mean_of_client_variates() -> No
     np.testing.assert_allclose(as_vector(final.server.state["control"]), bowls.p @ own, rtol=0, atol=1e-12)
 
 
+@pytest.mark.fast_cases(1)
 @methods
 @pytest.mark.parametrize("cohort", [1.0, 0.4])
 def test_equal_sizes_give_the_same_bits_with_both_weights(make: Make, cohort: float) -> None:
@@ -104,12 +108,14 @@ def test_equal_sizes_give_the_same_bits_with_both_weights(make: Make, cohort: fl
     assert tensors.equal(one, two)
 
 
+@pytest.mark.slow
 @methods
 def test_weights_by_examples_keep_the_promises_of_a_method(make: Make) -> None:
     """Resuming matters most here: the server's state has sizes of clients. Rounding grows in a variate, so 1e-4."""
     check_method(make("examples"), toy_model(), Clients(c0=3, c1=9, c2=12, c3=6), tolerance=1e-4)
 
 
+@pytest.mark.fast_cases(1)
 @methods
 def test_unequal_sizes_do_not(make: Make) -> None:
     clients = Clients(a=2, b=6, c=12)

@@ -16,6 +16,7 @@ from partita.methods.coop import coop
 NAME = "prompt.text.local"
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_coop_client_equals_a_torch_sgd_loop_over_all_rounds(momentum: float) -> None:
     method = coop(text_tokens=2)

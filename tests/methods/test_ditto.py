@@ -54,6 +54,7 @@ def copies(store: MemoryStore, client: str, done: int) -> Tensors:
     return {name: personal[copy_name(name)] for name in BASE.initial}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adamw"])
 @pytest.mark.parametrize("block", [1, 2])
 def test_shared_model_is_fedavg_bit_for_bit(optimizer: str, block: int) -> None:
@@ -93,6 +94,7 @@ def test_copy_equals_a_plain_loop_with_the_proximal_term() -> None:
         assert max_difference(copies(store, client, 2), own) < 1e-6
 
 
+@pytest.mark.slow
 def test_stronger_proximal_term_keeps_the_copy_closer_to_the_received_model() -> None:
     away = []
     for lam in (0.0, 1.0, 5.0, 20.0):  # 20 = 1 / lr
@@ -103,6 +105,7 @@ def test_stronger_proximal_term_keeps_the_copy_closer_to_the_received_model() ->
     assert away[-1] < 0.5 * away[0]
 
 
+@pytest.mark.slow
 def test_copies_of_quadratic_clients_reach_the_proximal_optimum() -> None:
     """With w at FedAvg's fixed point, v_i minimizes f_i(v) + lam / 2 |v - w|^2: (H_i + lam I) v = H_i a_i + lam w."""
     bowls, lam, steps, count, store = QuadraticClients(), 0.8, 5, 25, MemoryStore()
@@ -134,6 +137,7 @@ def test_only_the_chosen_parameters_get_a_copy() -> None:
     assert not torch.equal(store.load("a", 2).personal["personal.head.weight"], BASE.initial["head.weight"])
 
 
+@pytest.mark.slow
 def test_copies_freeze_with_their_originals() -> None:
     method, store = compose(fedfrozen(1), ditto(0.5)), MemoryStore()
     run = toy_run(method, 3)

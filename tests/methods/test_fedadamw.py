@@ -26,6 +26,7 @@ CLIENTS = Clients(a=22, b=5, c=12)
 ADAMW = AdamW(eps=1e-3, weight_decay=0.1)
 
 
+@pytest.mark.slow
 def test_without_its_two_parts_it_is_fedavg_bit_for_bit() -> None:
     one, two = (play(toy_run(method, 3, ADAMW), toy_model(), CLIENTS) for method in (fedadamw(0.0, False), fedavg()))
     assert tensors.equal(final_params(one), final_params(two))
@@ -73,6 +74,7 @@ def torch_client(
     return {name: value.detach() for name, value in params.items()}, moments, len(batches)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("alpha", "shared"), [(0.5, True), (0.0, True), (0.8, False)])
 def test_rounds_match_torch_optim(alpha: float, shared: bool) -> None:
     run = toy_run(fedadamw(alpha, shared), 3, ADAMW)

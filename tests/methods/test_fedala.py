@@ -94,6 +94,7 @@ def reference(run: Run) -> tuple[Tensors, dict[str, Tensors], dict[str, Tensors]
     return world, own, weights
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("block", [1, 2])
 def test_rounds_equal_a_torch_loop(block: int) -> None:
     """Two of three clients take part in each round, so a client's own model can be several rounds old."""

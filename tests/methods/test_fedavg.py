@@ -73,6 +73,7 @@ def test_fine_tuning_is_a_plain_loop_at_its_own_rate(adapt_lr: float | None) -> 
         assert scores[client]["loss"] == pytest.approx(score(MODEL, loop.values(), examples)["loss"], abs=1e-6)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     "method",
     [fedavg(finetune=2), fedper(), fedrep(head_epochs=1, finetune=2), fedbabu(), fedbabu(tune="head")],

@@ -43,6 +43,7 @@ def test_feddyn_rounds_match_the_paper(cohort: float) -> None:
         np.testing.assert_allclose(as_vector(each.server.params), w, rtol=0, atol=1e-11)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("cohort", "count"), [(1.0, 50), (0.5, 120)])
 def test_feddyn_reaches_the_optimum_that_fedavg_misses(cohort: float, count: int) -> None:
     bowls = QuadraticClients(sizes=EQUAL_SIZES)

@@ -117,6 +117,7 @@ def test_common_layers_with_all_layers_are_fedavg_bit_for_bit() -> None:
     assert same(ours, play_method(fedavg()))
 
 
+@pytest.mark.slow
 def test_common_layers_depend_on_the_seed_and_are_uniform() -> None:
     counts = Counter[int]()
     for seed in range(30):

@@ -62,6 +62,7 @@ def layers_of(names: frozenset[str]) -> frozenset[str]:
 # ---- reductions
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("options", [{"k": 1.0}, {"k": 3}, {"k": 1.0, "every": 2}, {"k": 1.0, "select": "gradient"}])
 def test_agreement_on_all_layers_is_fedavg_bit_for_bit(options: dict[str, Any]) -> None:
     ours = play_method(safl(embeddings=True, agree=True, **options))
@@ -203,6 +204,7 @@ def test_lost_clients_do_not_vote() -> None:
 # ---- scores instead of votes
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("options", [{"k": 1.0}, {"k": 1.0, "every": 2}, {"k": 3, "select": "gradient"}])
 def test_scores_of_all_layers_are_fedavg_bit_for_bit(options: dict[str, Any]) -> None:
     ours = play_method(safl(embeddings=True, agree="scores", **options))
@@ -238,6 +240,7 @@ def test_scores_add_up_to_the_sum_of_unit_vectors_whatever_the_size_of_a_client(
     assert elect(LAYERS, counted.flatten(), 1) == [best]
 
 
+@pytest.mark.slow
 def test_noise_of_scores_averages_out_over_clients() -> None:
     """The direction of a noisy sum is, in the mean, that of the sum: by symmetry around it."""
     method = safl(k=1, noise=4.0, probe=1.0, agree="scores")
@@ -319,6 +322,7 @@ def test_agreement_composes_with_a_penalty() -> None:
     assert len(set(results[1].sent.values())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"k": 1}, pytest.param({"k": 1, "every": 2, "select": "gradient"}, marks=pytest.mark.slow)]
 )

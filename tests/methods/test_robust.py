@@ -198,6 +198,7 @@ class SameQuadratics(QuadraticClients):
         self.H, self.a = self.H[:1].repeat(4, 0), self.a[:1].repeat(4, 0)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("rule", [median(), trimmed_mean(0.25), krum(0.25), geometric_median()], ids=lambda m: m.name)
 def test_robust_rules_reach_the_optimum_that_an_attacker_hides_from_fedavg(rule: Method) -> None:
     clients = SameQuadratics()

@@ -268,6 +268,7 @@ def test_safl_composes_with_the_plan_of_another_method() -> None:
     assert compose(fedprox(0.1), safl()).client_rules == (*fedprox(0.1).client_rules, *safl().client_rules)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

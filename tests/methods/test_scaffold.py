@@ -35,6 +35,7 @@ from partita.testing.toy import ToyTransformer
 EQUAL_SIZES = (2, 2, 2, 2)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("cohort", [1.0, 0.5])
 @pytest.mark.parametrize("lr", [1.0, 0.6])
 def test_scaffold_rounds_match_the_paper(cohort: float, lr: float) -> None:
@@ -57,6 +58,7 @@ def test_scaffold_rounds_match_the_paper(cohort: float, lr: float) -> None:
         np.testing.assert_allclose(as_vector(each.server.state["control"]), c, rtol=0, atol=1e-12)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("cohort", "count"), [(1.0, 45), (0.5, 100)])
 def test_scaffold_reaches_the_optimum_that_fedavg_misses(cohort: float, count: int) -> None:
     bowls = QuadraticClients(sizes=EQUAL_SIZES)
@@ -64,6 +66,7 @@ def test_scaffold_reaches_the_optimum_that_fedavg_misses(cohort: float, count: i
     assert np.linalg.norm(fixed_point(bowls.p, client_step_matrix(bowls.H, 5), bowls.a) - bowls.optimum()) > 0.05
 
 
+@pytest.mark.slow
 def test_fedavg_with_half_the_clients_has_the_same_bias_on_average() -> None:
     """All cohorts are equally likely, so the mean affine map and its fixed point are those of all clients."""
     bowls, path = QuadraticClients(sizes=EQUAL_SIZES), []
@@ -107,6 +110,7 @@ def test_scaffold_does_not_correct_kept_parameters() -> None:
         assert torch.equal(corrected[name], ones[name] * (1.0 if name in head else -2.0))
 
 
+@pytest.mark.slow
 def test_scaffold_with_weight_decay_reaches_the_regularized_optimum() -> None:
     """SGD adds the decay to the gradient, so it belongs to the objective, and control variates correct it too."""
     bowls, decay = QuadraticClients(sizes=EQUAL_SIZES), 0.4

@@ -81,6 +81,7 @@ def own_logits(case: str, model: Any, params: Tensors) -> Tensor:
 # What trains
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("case", CASES)
 def test_everything_but_the_adapter_and_a_task_head_is_frozen(case: str) -> None:
     base = base_of(case)
@@ -135,6 +136,7 @@ def test_initial_values_depend_on_the_key_only() -> None:
 # Under vmap
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("case", "kind", "options"),
     [(case, "lora", {}) for case in CASES]
@@ -160,6 +162,7 @@ def test_clients_in_a_block_agree_with_clients_alone(case: str, kind: str, optio
 # Saved folders
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("case", "kind", "options"),
     [(case, "lora", {}) for case in CASES]
@@ -192,6 +195,7 @@ def test_peft_loads_the_saved_adapter_with_equal_logits(
 # Dropout
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("options", [{}, {"dora": True}, {"ranks": (2, 4)}], ids=["lora", "dora", "ranks"])
 def test_dropout_of_an_adapter_is_drawn_from_the_seeds_of_the_examples(options: dict[str, Any]) -> None:
     inputs = batch_of("llama-lm")
@@ -255,6 +259,7 @@ def test_ranks_are_given_by_name_or_dealt_out_in_turn() -> None:
 # Errors, copies
 
 
+@pytest.mark.fast_cases(10)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -303,6 +308,7 @@ def test_quantized_weights_are_adapted_by_what_only_calls_the_layer() -> None:
         model.merged(model.initial)
 
 
+@pytest.mark.slow
 def test_an_adapted_model_can_be_copied_pickled_and_moved() -> None:
     for options in ({"dropout": 0.1}, {"ranks": (1, 4)}):
         model = adapted("gpt2-lm", **options)

@@ -64,6 +64,7 @@ def close(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
 # Outputs
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_of_every_architecture_match_transformers(case: str) -> None:
     it = make_case(case)
@@ -111,6 +112,7 @@ def attention_maps(it: Case, params: Tensors) -> dict[str, tuple[Tensor, ...]]:
     return {"": out.attentions}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("case", ONE_PER_ARCHITECTURE)
 def test_attention_depends_only_on_the_query_and_key_of_its_layer(case: str) -> None:
     it = make_case(case)
@@ -164,6 +166,7 @@ def test_gpt2_projection_is_split_into_query_key_and_value() -> None:
 # Blocks of clients
 
 
+@pytest.mark.fast_cases(7)
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_of_every_architecture_match_single_clients(case: str) -> None:
     it = make_case(case)
@@ -234,6 +237,7 @@ def test_padding_embedding_gets_the_same_gradient_in_a_block_and_alone(case: str
         assert own[PAD].abs().max() > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "sizes"),
     [
@@ -316,6 +320,7 @@ def test_texts_without_padding_need_no_mask(case: str, monkeypatch: pytest.Monke
 # Memory
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("case", ["vit-image", "bert-text", "gpt2-lm", "qwen2-lm", "clip-towers"])
 def test_checkpointing_gives_equal_gradients_with_less_memory(case: str) -> None:
     def slopes(model: FunctionalModel) -> tuple[tuple[Tensor, ...], int]:
@@ -337,6 +342,7 @@ def test_checkpointing_gives_equal_gradients_with_less_memory(case: str) -> None
         torch.func.grad(lambda one: saving(one, inputs).logits.sum())(it.params)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("case", ["gpt2-text", "llama-lm", "clip-image"])
 def test_bfloat16_model_holds_trainable_parameters_in_float32(case: str, tmp_path: Path) -> None:
     it = make_case(case)
@@ -361,6 +367,7 @@ def test_bfloat16_model_holds_trainable_parameters_in_float32(case: str, tmp_pat
     assert torch.equal(plain(**given).logits.float()[seen], out.logits[seen])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("case", ["gpt2-lm", "qwen3-lm"])
 def test_tied_weights_stay_tied_when_frozen_saved_and_loaded(case: str, tmp_path: Path) -> None:
     for frozen in ((), ("embedding", "query")):

@@ -55,6 +55,7 @@ def gradients(model: FunctionalModel, params: Tensors, inputs: Tensors, targets:
     return {name: value.grad for name, value in params.items() if value.grad is not None}
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("case", DROPPING)
 def test_training_equals_transformers_in_train_mode_with_the_same_masks(case: str, tmp_path: Any) -> None:
     model = model_of(case)

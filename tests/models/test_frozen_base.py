@@ -17,6 +17,7 @@ from partita.models import ModelError
 from partita.tasks import TEXT
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("frozen", [("base",), ("embedding", "query"), ()], ids=str)
 def test_frozen_weights_load_in_bfloat16_and_others_exactly(

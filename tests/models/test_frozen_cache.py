@@ -92,6 +92,7 @@ def test_cached_states_match_transformers_hidden_states(case: str) -> None:
     assert batch.inputs.keys() - {CACHED_STATES} == plain.inputs.keys() - {"pixel_values", "input_ids"}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("case", RUNS)
 @pytest.mark.parametrize("block", [1, 3])
 def test_training_with_the_cache_equals_training_without(case: str, block: int) -> None:

@@ -102,6 +102,7 @@ def batch_of(case: str) -> tuple[Tensors, Tensor]:
 
 
 # With dropout: vit, bert and gpt2. With two kinds of layers: qwen2, whose windows differ.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "clients"), [("vit-image", 3), ("bert-text", 1), ("bert-text", 3), ("gpt2-lm", 3), ("qwen2-lm", 3)]
 )
@@ -114,6 +115,7 @@ def test_compiled_layers_equal_plain_ones(case: str, clients: int) -> None:
     assert close(compiled, plain, 1e-5)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("clients", [1, 3])
 @pytest.mark.parametrize("case", ["vit-image", "bert-text", "gpt2-lm", "qwen2-lm", "clip-towers"])
 def test_recomputed_layers_equal_plain_ones_bit_for_bit_with_less_memory(case: str, clients: int) -> None:
@@ -125,6 +127,7 @@ def test_recomputed_layers_equal_plain_ones_bit_for_bit_with_less_memory(case: s
     assert sum(less) < 0.8 * sum(much)
 
 
+@pytest.mark.slow
 def test_layers_can_be_compiled_and_recomputed() -> None:
     plain = block_gradients(make_model("bert-text"), 2, *batch_of("bert-text"))
     with compiled_layers(CountingCompiler()):
@@ -132,6 +135,7 @@ def test_layers_can_be_compiled_and_recomputed() -> None:
     assert close(both, plain, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["bert-text", "vit-image", "dinov2-image", "clip-image", "llama-lm"])
 def test_one_program_serves_all_layers_that_are_alike(case: str) -> None:
     """Also their dropout, which is drawn by layer. The first layer has no gradient of its inputs."""

@@ -38,6 +38,7 @@ def model_of(case: str) -> FunctionalModel:
     return from_module(model_type, module_of(case), kind=KINDS[kind])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in FAST)) for case in CASES])
 def test_type_runs_freezes_saves_and_equals_transformers(case: str) -> None:
     assert check(case).to_markdown() in PAGE.read_text(), "run scripts/write_models.py"
@@ -54,6 +55,7 @@ def test_page_lists_all_checked_types_and_those_that_users_ask_for() -> None:
 # Roles
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
 def test_naming_patterns_agree_with_the_tables_of_known_types(model_type: str) -> None:
     case = next(case for case in CASES if case.rpartition("-")[0] == model_type)
@@ -66,6 +68,7 @@ def test_naming_patterns_agree_with_the_tables_of_known_types(model_type: str) -
     }
 
 
+@pytest.mark.slow
 def test_layers_of_stages_blocks_and_parallel_lists_are_found() -> None:
     found = {case: [layer.paths for layer in find_layers(module_of(case))] for case in ("swin-image", "t5-text")}
     assert found["swin-image"] == [
@@ -94,6 +97,7 @@ def test_target_modules_of_peft_have_a_role() -> None:
 NOT_ATTENTION = {"x_proj", "embeddings", "receptance", "r_proj"}  # of Mamba, RWKV and XLNet's positions
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "mixtral", "olmo2", "smollm3"])
 def test_tensor_parallel_plans_of_transformers_agree(model_type: str) -> None:
     """A plan splits queries, keys and values by output, and outputs by input; both lie inside layers."""
@@ -117,6 +121,7 @@ def test_missing_role_is_named_with_what_was_found() -> None:
         model.names("query")
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("case", ["gpt_neox-lm", "bloom-lm", "phi3-lm", "modernbert-text", "persimmon-lm", "mpt-lm"])
 def test_split_projection_computes_the_same_and_joins_bit_for_bit(case: str) -> None:
     module, inputs = module_of(case), inputs_of(case.rpartition("-")[2])
@@ -198,6 +203,7 @@ def test_attention_scores_match_the_attention_maps() -> None:
             assert torch.allclose(score, expected, atol=1e-5), (case, layer)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("case", ["deberta-v2-text", "t5-text", "swin-image"])
 @pytest.mark.parametrize("method", ["fedfrozen", "safl"])
 def test_fedfrozen_and_safl_conform_on_other_types(case: str, method: str) -> None:

@@ -464,6 +464,7 @@ def test_tokens_outside_the_model_vocabulary_are_refused(tmp_path: Path) -> None
         pretrained(Texts(vocabulary_size=10), KEY, path=path)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("task", "shape"),
     [
@@ -542,6 +543,7 @@ def test_dinov2_accepts_image_sizes_divisible_by_its_patches(tmp_path: Path) -> 
         pretrained(Images(size=5), KEY, path=path)
 
 
+@pytest.mark.slow
 def test_clip_compares_images_with_class_texts(tmp_path: Path) -> None:
     tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     text_config = {**tower, "vocab_size": 8, "max_position_embeddings": 8, "eos_token_id": 1, "bos_token_id": 0}

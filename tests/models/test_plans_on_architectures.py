@@ -32,6 +32,7 @@ def model_off_zero(case: str) -> FunctionalModel:
     return replace(model, initial=perturbed(model.initial))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "name"), CASES)
 def test_methods_conform_on_every_architecture(case: str, name: str) -> None:
     method: Method = METHODS[name]

@@ -78,6 +78,7 @@ def transformers_logits(pair: str, **more: Any) -> Tensor:
 # ---- the towers
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
 def test_dual_encoder_logits_match_transformers(pair: str) -> None:
     towers = dual_encoder_fixtures.load_pair(pair)
@@ -88,6 +89,7 @@ def test_dual_encoder_logits_match_transformers(pair: str) -> None:
     assert close(half(half.initial, PIXELS).logits, expected, 1e-5)
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
 def test_empty_vision_prompts_change_nothing(pair: str) -> None:
     towers = dual_encoder_fixtures.load_pair(pair)
@@ -108,6 +110,7 @@ def test_class_names_are_tokenized_by_the_clip_tokenizer() -> None:
     assert torch.equal(towers.precomputed["token_embeddings"], table[ids].double())
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
 def test_context_initialized_from_the_template_reads_the_same(pair: str) -> None:
     towers = dual_encoder_fixtures.load_pair(pair)
@@ -134,6 +137,7 @@ def test_context_is_inserted_between_start_token_and_class_name() -> None:
         assert close(towers.text_features(context)[place], expected[0])
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_vision_prompts_match_a_written_out_forward_pass(pair: str, depth: int) -> None:
@@ -170,6 +174,7 @@ def test_vision_prompts_match_a_written_out_forward_pass(pair: str, depth: int) 
     assert close(patches[:, 1:], project(every))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
 def test_gray_vision_prompts_start_from_the_states_of_a_gray_image(pair: str) -> None:
     tower, entered = dual_encoder_fixtures.transformers_model(pair).vision_model, []
@@ -204,6 +209,7 @@ def test_gray_vision_prompts_start_from_the_states_of_a_gray_image(pair: str) ->
     ), "texts show nothing"
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
 def test_prompts_drawn_like_tokens_have_their_mean_and_spread(pair: str) -> None:
     """With 4,000 prompts, the mean of each entry is within 6 standard errors, and so is its standard deviation."""
@@ -246,6 +252,7 @@ def test_other_contexts_are_drawn_like_tokens_too(kind: str, options: dict[str, 
     assert torch.equal(own, plain)
 
 
+@pytest.mark.slow
 def test_towers_are_frozen_in_one_precision_and_prompts_train_in_float32() -> None:
     towers = dual_encoder_fixtures.load_pair(dtype="bfloat16")
     assert not any(value.requires_grad for value in towers.module.parameters())
@@ -269,6 +276,7 @@ def test_towers_are_frozen_in_one_precision_and_prompts_train_in_float32() -> No
 # ---- fusion
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("fusion", QUERY_OWNERS)
 def test_prompt_fusion_matches_torch_attention(fusion: str) -> None:
     towers = dual_encoder_fixtures.load_pair()
@@ -410,6 +418,7 @@ def test_prompt_run_leaves_towers_and_temperature_unchanged() -> None:
     assert not torch.equal(played[-1].server.params["prompt.text.global"], model.initial["prompt.text.global"])
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("name", NEEDS_DUAL_ENCODER)
 def test_prompt_traffic_is_the_size_of_shared_tensors_and_headers(name: str) -> None:
     method = build(name)
@@ -506,6 +515,7 @@ def test_config_builds_prompted_models() -> None:
 TEXT_ONLY = [name for name in NEEDS_DUAL_ENCODER if name not in ("vpfl", "pfeddc")]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["zero-shot", *TEXT_ONLY])
 def test_text_prompt_methods_encode_each_image_once_with_the_cache(name: str) -> None:
     played, looked = {}, {}
@@ -574,6 +584,7 @@ def test_unsuitable_clip_folder_is_refused(tmp_path: Path) -> None:
         clip(dual_encoder_fixtures.task(("cat", "wonderfully")), KEY, path=dual_encoder_fixtures.folder("clip"))
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [

@@ -30,6 +30,7 @@ def epsilon_of_library(accountant: library.PrivacyAccountant) -> float:
     return float(accountant.get_epsilon(1e-5))
 
 
+@pytest.mark.slow
 def test_epsilon_matches_dp_accounting() -> None:
     bill = Counter({STEPS: 1, CHOICE: 1})
     assert epsilon(bill, 1e-5) == epsilon_of_library(pld.PLDAccountant(value_discretization_interval=INTERVAL))

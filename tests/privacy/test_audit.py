@@ -76,6 +76,7 @@ def test_epsilon_bound_of_perfect_guesses_has_a_closed_form() -> None:
     assert bound_epsilon(-included.astype(float), included, delta=0.0).epsilon == 0
 
 
+@pytest.mark.slow
 def test_epsilon_bound_holds_for_randomized_response() -> None:
     """Randomized response with odds e^epsilon: the bound exceeds epsilon in at most 1 of 20 runs."""
     wrong, bounds = 0, []
@@ -269,6 +270,7 @@ def test_report_shows_claim_spending_checks_and_attacks(tmp_path: Path) -> None:
     assert 'id="privacy"' not in report.page([report.load_run(tmp_path)], tmp_path / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_budget_and_audit_commands_print_results_and_exit_codes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -64,11 +64,13 @@ def failed_example_checks(seed: int = 7, side_by_side: int = 1, **privacy: Any) 
     return {check["what"] for check in judge(checks) if not check["passed"]}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_audit_passes_an_honest_run(seed: int) -> None:
     assert not failed_example_checks(seed, side_by_side=1 + seed % 3)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["scaffold", "fedrep", "fedfrozen", "zero-shot"])
 def test_audit_passes_honest_runs_of_other_methods(name: str) -> None:
     """Methods with a gradient correction, two phases, a changing plan, and nothing to train."""
@@ -78,6 +80,7 @@ def test_audit_passes_honest_runs_of_other_methods(name: str) -> None:
     assert len(checks) == (1 if name == "zero-shot" else 12)
 
 
+@pytest.mark.slow
 def test_audit_passes_shuffled_batches_charged_as_shuffled() -> None:
     assert not failed_example_checks(sampling="shuffle")
 
@@ -87,6 +90,7 @@ def test_audit_detects_half_the_noise(monkeypatch: Patch) -> None:
     assert "noise multiplier" in failed_example_checks()
 
 
+@pytest.mark.slow
 def test_audit_detects_a_tensor_without_noise(monkeypatch: Patch) -> None:
     """One small tensor of 13: the standard deviation over all tensors hardly changes."""
 
@@ -98,6 +102,7 @@ def test_audit_detects_a_tensor_without_noise(monkeypatch: Patch) -> None:
     assert "noise multiplier" in failed_example_checks()
 
 
+@pytest.mark.slow
 def test_audit_detects_uniform_noise(monkeypatch: Patch) -> None:
     """Uniform noise of the same standard deviation has no tails, so it gives no guarantee."""
 
@@ -128,6 +133,7 @@ def _noise_source_with_key(
     )
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("between", "path", "side_by_side"),
     [
@@ -145,6 +151,7 @@ def test_audit_detects_repeated_noise(
     assert f"noise: largest correlation between {between}" in failed_example_checks(side_by_side=side_by_side)
 
 
+@pytest.mark.slow
 def test_audit_detects_equal_noise_in_all_tensors(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
         step_noise,
@@ -161,6 +168,7 @@ def test_audit_detects_a_missing_clip(monkeypatch: Patch) -> None:
     assert failed_example_checks() == {"largest contribution of one example / clip"}
 
 
+@pytest.mark.slow
 def test_audit_detects_a_missing_clip_with_ghost_clipping(monkeypatch: Patch) -> None:
     from ghost_fixtures import TextClients, tiny_model
 
@@ -177,6 +185,7 @@ def test_audit_detects_a_missing_clip_with_ghost_clipping(monkeypatch: Patch) ->
     assert failed() == {"largest contribution of one example / clip"}
 
 
+@pytest.mark.slow
 def test_audit_detects_clipping_of_the_batch_instead_of_examples(monkeypatch: Patch) -> None:
     """Then an example's contribution depends on the others, and two batches may differ by more than the clip.
 
@@ -193,6 +202,7 @@ def test_audit_detects_clipping_of_the_batch_instead_of_examples(monkeypatch: Pa
     assert sum(names == {"largest contribution of one example / clip"} for names in failed) >= 2
 
 
+@pytest.mark.slow
 def test_audit_detects_shuffled_batches_charged_as_poisson(monkeypatch: Patch) -> None:
     monkeypatch.setattr(client, "poisson_batches", client.shuffled_batches)
     failed = failed_example_checks()
@@ -200,6 +210,7 @@ def test_audit_detects_shuffled_batches_charged_as_poisson(monkeypatch: Patch) -
     assert "examples in common between batches of two steps" in failed
 
 
+@pytest.mark.slow
 def test_audit_detects_a_sampling_rate_above_the_charged_one(monkeypatch: Patch) -> None:
     honest = client.poisson_batches
     monkeypatch.setattr(
@@ -210,6 +221,7 @@ def test_audit_detects_a_sampling_rate_above_the_charged_one(monkeypatch: Patch)
     assert "sampling rate" in failed_example_checks()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("between", "parts"), [("rounds", ("client",)), ("clients", ("round",))])
 def test_audit_detects_repeated_samples(monkeypatch: Patch, between: str, parts: tuple[str, ...]) -> None:
     honest = client._batch_schedules
@@ -230,6 +242,7 @@ def failed_client_checks(seed: int = 7, count: int = 6, cohorts: list[list[str]]
     return {check["what"] for check in judge(checks) if not check["passed"]}
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_audit_passes_an_honest_client_level_run(seed: int) -> None:
     assert not failed_client_checks(seed)
@@ -285,11 +298,13 @@ class RepeatedNoiseAttention(Attention):
         return super().rank(layers, count, examples, ctx, Key(1) / ctx.round_info.client)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_audit_passes_an_honest_layer_selection(seed: int) -> None:
     assert not failed_selection_checks(seed=seed)
 
 
+@pytest.mark.slow
 def test_audit_detects_dishonest_layer_selection(monkeypatch: Patch) -> None:
     assert failed_selection_checks(Attention(probe=0.5, noise=1.5)) == {COSINE_CHECK}
     assert failed_selection_checks(Attention(probe=1.0, noise=3.0)) == {COSINE_CHECK}
@@ -311,6 +326,7 @@ CONFIG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["example", "client"])
 def test_audit_command_fails_when_the_claim_does_not_hold(tmp_path: Path, monkeypatch: Patch, unit: str) -> None:
     from partita.cli.main import app

@@ -87,6 +87,7 @@ def test_find_noise_spends_the_budget_and_no_more() -> None:
     assert find_noise(account, spent) == pytest.approx(9.0, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_layer_selection_is_charged_and_leaves_less_for_training() -> None:
     account = spending_of(a=(0.2, 30))
     alone = find_noise(account, 0.5)
@@ -137,6 +138,7 @@ def make_guard(privacy_config: PrivacyConfig, method: Method | None = None, **mo
 SIZES = {"a": 12, "b": 40, "c": 20, "d": 16}
 
 
+@pytest.mark.slow
 def test_spent_epsilon_follows_the_plan_and_overspending_is_refused() -> None:
     guard = make_guard(PrivacyConfig(epsilon=0.5), count=3, cohort=2)
     assert guard.planned is not None
@@ -312,6 +314,7 @@ def test_unknown_privacy_key_is_refused() -> None:
 # ---- found by mutation testing
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("share", "count", "target"),
     [(0.01, 10, 3.0), (0.001, 1, 8.0), (0.0001, 1, 1e-3), (0.5, 400, 1.0)],
@@ -494,6 +497,7 @@ def test_forecast_with_twice_the_rounds_uses_the_plan_of_that_run(monkeypatch: p
     assert [sum(account.bills["b"].values()) for account in seen] == [36, 18, 9]
 
 
+@pytest.mark.slow
 def test_guard_reports_resolved_noise_sampling_and_unit() -> None:
     found = make_guard(PrivacyConfig(epsilon=2.0, accountant="rdp"), count=1)
     assert found.run.method.privacy is not None

@@ -120,6 +120,7 @@ class FourClients(ToyPopulation):
     clients = ("c0", "c1", "c2", "c3")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("method", [fedavg, fedadam])
 def test_method_with_client_level_privacy_conforms(method: Callable[[], Method]) -> None:
     check_method(protect_clients(method(), 0.1, 0.5, 2), ToyTransformer(width=3, layers=1), FourClients())

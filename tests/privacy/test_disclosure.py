@@ -54,6 +54,7 @@ def has_personal_scores(row: Mapping[str, Any]) -> bool:
     return bool(row["personal"])
 
 
+@pytest.mark.slow
 def test_every_row_key_has_a_disclosure_status(tmp_path: Path) -> None:
     runs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [
         ({"name": "fedavg"}, PLAIN),
@@ -95,6 +96,7 @@ def test_private_rows_withhold_losses_drift_and_scores(tmp_path: Path) -> None:
     assert "Not covered" not in report.page([report.load_run(tmp_path / "plain")], tmp_path / "plain.html").read_text()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("method", "unit"), [("fedper", "client"), ("fedbabu", "example")])
 def test_scores_of_models_trained_without_noise_are_withheld(tmp_path: Path, method: str, unit: str) -> None:
     """Personal models under client-level privacy, and heads tuned without noise before an evaluation."""
@@ -216,6 +218,7 @@ def test_alarm_on_the_central_test_is_kept_under_client_level_privacy() -> None:
     assert withhold({"alarms": alarms}, "example") == {"alarms": alarms}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("unit", ["example", "client"])
 def test_private_run_records_no_split(unit: str, tmp_path: Path) -> None:
     run_one_round(tmp_path / "plain", {"name": "fedavg"})

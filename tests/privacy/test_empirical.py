@@ -38,6 +38,7 @@ def test_poisson_sampling_rate_matches_the_charged_rate() -> None:
     assert sum(many.sizes) / 4e6 == pytest.approx(0.2, rel=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("std", [0.37, 12.0])
 def test_noise_has_the_requested_std_in_every_shape(std: float) -> None:
     shapes = {"flat": (120_000,), "matrix": (400, 300), "deep": (4, 50, 30, 20)}
@@ -132,6 +133,7 @@ def test_epsilon_of_a_run_matches_dp_accounting() -> None:
     assert guard.planned == pytest.approx(max(costs), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_epsilon_of_a_client_level_run_matches_dp_accounting() -> None:
     sizes = {f"c{number}": 8 for number in range(50)}
     guard = make_private(toy_run(fedavg(), count=5, cohort=5), toy_model(), sizes, PrivacyConfig("client", noise=8.0))

@@ -95,11 +95,13 @@ def audited_run(unit: str, claim: float, seed: int) -> Run:
     return toy_run(replace(fedavg(), privacy=settings), 2, seed=seed, batch_size=PATIENTS * RECORDS, steps=4, lr=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("claim", [2.0, 8.0])
 def test_bound_of_canary_patients_stays_below_the_claim(claim: float) -> None:
     assert bound_of(audited_run("group", claim, 0), Wards(), 0).epsilon <= claim
 
 
+@pytest.mark.slow
 def test_privacy_by_example_does_not_protect_patients_with_many_records() -> None:
     """Twenty records of a patient are twenty times as visible as one, and the claim is about one."""
     bound = bound_of(audited_run("example", 2.0, 0), Wards(), 0)
@@ -119,6 +121,7 @@ def sum_by_record(loss: Any, trainable: Any, inputs: Any, targets: Any, mask: An
     return total, losses.unflatten(0, targets.shape[:2]).mean(1)
 
 
+@pytest.mark.slow
 def test_clipping_examples_in_place_of_groups_is_found_by_the_checks(
     small_checks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +129,7 @@ def test_clipping_examples_in_place_of_groups_is_found_by_the_checks(
     assert "largest contribution of one group / clip" in failed_checks()
 
 
+@pytest.mark.slow
 def test_clipping_examples_in_place_of_groups_is_found_by_canaries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_gradients, "clipped_sum", sum_by_record)
     assert bound_of(audited_run("group", 2.0, 0), Wards(), 0).epsilon > 2.0
@@ -141,12 +145,14 @@ def failed_checks(side_by_side: int = 1, **privacy: Any) -> set[str]:
     return {check["what"] for check in checks if not check["passed"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 3])
 def test_checks_of_the_mechanism_pass_an_honest_run_by_group(small_checks: None, block: int) -> None:
     assert not failed_checks(block)
     assert not failed_checks(block, max_per_group=2)
 
 
+@pytest.mark.slow
 def test_checks_find_shuffled_groups(small_checks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from partita.core import client
 
@@ -196,6 +202,7 @@ def test_more_canary_patients_than_patients_are_refused() -> None:
 # ---- the command
 
 
+@pytest.mark.slow
 def test_audit_by_group_of_a_run_by_example(tmp_path: Path) -> None:
     """What the canaries prove is about patients, and the run claims nothing about them."""
     path = write_scans(tmp_path / "scans", [4] * 16)
@@ -212,6 +219,7 @@ def test_audit_by_group_of_a_run_by_example(tmp_path: Path) -> None:
         audit(tmp_path / "run", canaries=8, group="visit")
 
 
+@pytest.mark.slow
 def test_audit_of_a_run_by_group_has_canary_groups_and_keeps_its_claim(tmp_path: Path) -> None:
     list(start(scans_config(write_scans(tmp_path / "scans", [4] * 16)), tmp_path / "run"))
     findings = audit(tmp_path / "run", canaries=8)

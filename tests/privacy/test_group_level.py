@@ -128,6 +128,7 @@ def test_patients_in_a_given_test_part_are_refused(tmp_path: Path) -> None:
         federation_of(scans_config(tmp_path / "two"))
 
 
+@pytest.mark.slow
 def test_patients_at_several_clients_are_warned_about(scans: Path) -> None:
     with pytest.warns(UserWarning, match=r"of 2\d values of column 'patient_id' have examples at several clients"):
         build(scans_config(scans, split__name="iid", split__column=None))
@@ -169,6 +170,7 @@ def epsilon_by_hand(noise: float, share: float, steps: int, delta: float) -> tup
     return float(exact.get_epsilon(delta)), float(loose.get_epsilon(delta))
 
 
+@pytest.mark.slow
 def test_epsilon_is_that_of_dp_accounting_by_hand(scans: Path) -> None:
     """Each client has 9 patients in its train part. A batch expects 4 of them, and an epoch has 3 steps."""
     experiment = build(scans_config(scans, privacy__delta=1e-5))
@@ -191,6 +193,7 @@ def test_delta_follows_from_the_number_of_groups(scans: Path) -> None:
         build(scans_config(scans, privacy__delta=0.12))
 
 
+@pytest.mark.slow
 def test_forecast_of_groups_is_that_of_as_many_examples() -> None:
     one, other = (forecast_client(Client(200, 20, 5, 1, unit), 2.0, None, None) for unit in ("group", "example"))
     assert (one.noise, one.epsilon, one.unit) == (other.noise, other.epsilon, "group")
@@ -199,6 +202,7 @@ def test_forecast_of_groups_is_that_of_as_many_examples() -> None:
         forecast_client(Client(0, 20, 5, 1, "group"), 2.0, None, None)
 
 
+@pytest.mark.slow
 def test_forecast_of_a_run_by_group(scans: Path) -> None:
     guard = build(scans_config(scans)).guard
     assert guard is not None
@@ -210,6 +214,7 @@ def test_forecast_of_a_run_by_group(scans: Path) -> None:
 # ---- runs and records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("augment", [(), ("flip", "crop")])
 def test_a_run_with_one_record_for_each_patient_is_the_run_by_example(tmp_path: Path, augment: tuple[str, ...]) -> None:
     """From the split to the weights of the average, bit for bit; augmentations draw from the seeds of examples."""
@@ -231,6 +236,7 @@ def test_a_run_with_one_record_for_each_patient_is_the_run_by_example(tmp_path: 
     assert epsilons[0] == epsilons[1]
 
 
+@pytest.mark.slow
 def test_run_records_the_unit_and_resumes_bit_for_bit(scans: Path, tmp_path: Path) -> None:
     config = scans_config(scans, privacy__repeatable=True, privacy__max_per_group=3)
     rows = list(start(config, tmp_path / "whole"))

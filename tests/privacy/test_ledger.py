@@ -65,6 +65,7 @@ def ledger(tmp_path: Path) -> Ledger:
 # ---- sums
 
 
+@pytest.mark.slow
 def test_runs_are_composed_and_their_epsilons_are_not_added(ledger: Ledger) -> None:
     assert ledger.spent() == 0.0
     other = PrivacyRelease(TRAINING, noise=2.0, share=0.3, count=40)
@@ -75,6 +76,7 @@ def test_runs_are_composed_and_their_epsilons_are_not_added(ledger: Ledger) -> N
     assert Ledger.load(ledger.path).spent() == ledger.spent()
 
 
+@pytest.mark.slow
 def test_a_run_costs_as_much_as_its_most_expensive_client_and_names_of_clients_do_not_matter(ledger: Ledger) -> None:
     """The same patient may be at client a of one run and at client b of another."""
     ledger.charge(charge("one", 0, "a"), charge("one", 0, "b"))
@@ -83,6 +85,7 @@ def test_a_run_costs_as_much_as_its_most_expensive_client_and_names_of_clients_d
     assert ledger.spent() == pytest.approx(by_hand(1e-6, replace(STEPS, count=20)), rel=5e-3)
 
 
+@pytest.mark.slow
 def test_clients_that_release_different_things_are_bounded_by_the_worst_at_each_order(ledger: Ledger) -> None:
     many, loud = replace(STEPS, share=0.02, count=400), PrivacyRelease(TRAINING, 2.5, 1.0, 1)
     for run in ("one", "two"):
@@ -118,6 +121,7 @@ def _fits(ledger: Ledger, more: Charge) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_what_would_exceed_the_limit_is_refused_and_not_charged(ledger: Ledger) -> None:
     refused = r"allows epsilon 8 at delta 1e-06; 7\.\d+ is spent, and with this run it would"
     rounds = next(number for number in range(200) if not _fits(ledger, charge("r", number)))
@@ -239,6 +243,7 @@ def by_example(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_run_is_charged_and_a_second_one_adds_up(by_example: Path, tmp_path: Path) -> None:
     rows = list(start(private_config(by_example), tmp_path / "one"))
     first = Ledger.load(by_example)
@@ -311,6 +316,7 @@ def _killed_run(path: Path, folder: Path) -> None:
     list(start(private_config(path), folder))
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_charged_for_every_reply(by_example: Path, tmp_path: Path) -> None:
     # A fork would inherit the locks of torch's threads, and could wait for them for ever.
     worker = multiprocessing.get_context("spawn").Process(target=_killed_run, args=(by_example, tmp_path / "run"))
@@ -341,6 +347,7 @@ def test_runs_that_a_ledger_cannot_account_for_are_refused(
 # ---- the command
 
 
+@pytest.mark.slow
 def test_budget_creates_and_shows_a_ledger(tmp_path: Path) -> None:
     from partita.cli.main import app
 

@@ -70,6 +70,7 @@ def epsilon_of_library(rankings: int, steps: int, examples: int) -> float:
     return float(accountant.get_epsilon(DELTA))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("agree", [False, "votes", "scores"])
 @pytest.mark.parametrize(("every", "rankings"), [(15, 1), (1, 15), (4, 4), (100, 1)])
 def test_epsilon_is_that_of_the_rankings_made(agree: Any, every: int, rankings: int) -> None:
@@ -102,6 +103,7 @@ def count_rankings(run: Run, store: Any, rounds_of: dict[str, set[int]]) -> Coun
     return found
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("memory", ["remembers", "forgets"])
 @pytest.mark.parametrize("every", [1, 3, 15])
 def test_no_client_ranks_more_often_than_it_is_charged(memory: str, every: int) -> None:
@@ -117,6 +119,7 @@ def test_no_client_ranks_more_often_than_it_is_charged(memory: str, every: int) 
     assert charged == {client: sum(n % every == 0 for n in numbers) for client, numbers in rounds_of.items()}
 
 
+@pytest.mark.slow
 def test_a_client_that_joins_later_trains_spread_layers_until_the_next_ranking() -> None:
     model = Asked()
     run = toy_run(safl(k=2, noise=2.0, probe=1.0, every=4), 9)
@@ -154,6 +157,7 @@ def test_without_noise_clients_choose_when_they_come() -> None:
     assert count_rankings(run, "forgets", {"a": {1, 3, 5, 6}}) == {"a": 4}
 
 
+@pytest.mark.slow
 def test_audit_of_the_choice_uses_the_rounds_in_which_it_is_made() -> None:
     population: Population = FOUR
     model = Asked()

@@ -40,6 +40,7 @@ def digest_of_run(config: dict[str, object], folder: Path) -> str:
     return str(json.loads((folder / "result.json").read_text())["digest"])
 
 
+@pytest.mark.slow
 def test_private_run_creates_a_secret_readable_only_by_its_owner(tmp_path: Path) -> None:
     first, second = (digest_of_run(CONFIG, tmp_path / name) for name in ("a", "b"))
     assert first != second, "the same config and seed draw different noise"
@@ -65,6 +66,7 @@ def test_key_repr_does_not_show_its_root() -> None:
     assert "123456789" not in repr(Key(123456789) / "round" / 3)
 
 
+@pytest.mark.slow
 def test_resume_refuses_a_missing_or_changed_secret(tmp_path: Path) -> None:
     for name in ("run", "other"):
         rows = start(parse(CONFIG), tmp_path / name)
@@ -85,6 +87,7 @@ def test_resume_refuses_a_missing_or_changed_secret(tmp_path: Path) -> None:
         secret.load(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_secret_of_a_finished_run_can_be_deleted(tmp_path: Path) -> None:
     """Then nobody can recompute the noise. The model can be read, and the run cannot be extended."""
     digest_of_run(CONFIG, tmp_path / "run")
@@ -97,6 +100,7 @@ def test_secret_of_a_finished_run_can_be_deleted(tmp_path: Path) -> None:
         load_recorded_model(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_resumed_run_draws_the_same_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partita.experiment.builder.draw", lambda: Key(77))
     whole = digest_of_run(CONFIG, tmp_path / "whole")
@@ -108,6 +112,7 @@ def test_resumed_run_draws_the_same_noise(tmp_path: Path, monkeypatch: pytest.Mo
     assert json.loads((tmp_path / "cut" / "result.json").read_text())["digest"] == whole
 
 
+@pytest.mark.slow
 def test_run_stopped_before_it_began_gets_a_new_secret(tmp_path: Path) -> None:
     secret.save(tmp_path / "run", Key(5))
     digest_of_run(CONFIG, tmp_path / "run")
@@ -177,6 +182,7 @@ def test_secret_file_is_hashed_to_a_256_bit_key(tmp_path: Path) -> None:
     assert secret.from_file(path) == Key(int(wanted, 16))
 
 
+@pytest.mark.slow
 def test_repeatable_run_has_no_secret_and_records_that(tmp_path: Path) -> None:
     assert digest_of_run(REPEATABLE, tmp_path / "a") == digest_of_run(REPEATABLE, tmp_path / "b")
     assert not (tmp_path / "a" / "private").exists()
@@ -191,6 +197,7 @@ def test_repeatable_run_has_no_secret_and_records_that(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_secret_file_is_checked_and_not_copied_into_the_run(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     config = {**CONFIG, "engine": {"secret_file": str(path)}}
@@ -220,6 +227,7 @@ def test_run_without_privacy_has_no_secret(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "private").exists()
 
 
+@pytest.mark.slow
 def test_client_level_cohorts_do_not_follow_from_the_seed() -> None:
     """Sampling clients improves privacy only against those who do not know the cohort."""
     config = {**CONFIG, "privacy": {"noise": 1.0, "unit": "client"}, "federation": {"cohort": 1}}
@@ -234,6 +242,7 @@ def test_client_level_cohorts_do_not_follow_from_the_seed() -> None:
     assert by_example[0].draw_cohort(3, clients) == by_example[1].draw_cohort(3, clients)
 
 
+@pytest.mark.slow
 def test_resume_refuses_another_secret_file(tmp_path: Path) -> None:
     for name in ("mine", "other"):
         (tmp_path / name).write_bytes(name.encode() * 8)

@@ -82,6 +82,7 @@ def repeatable(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "privacy": {**config["privacy"], "repeatable": True}}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_private_runs_of_one_seed_share_no_draw(kind: str, drawn: set[tuple[str, bytes]]) -> None:
     changed, functions = KINDS[kind]
@@ -93,6 +94,7 @@ def test_two_private_runs_of_one_seed_share_no_draw(kind: str, drawn: set[tuple[
     assert not first & second
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_repeatable_runs_share_all_draws_and_so_do_runs_with_one_secret(
     kind: str, drawn: set[tuple[str, bytes]]

@@ -237,6 +237,7 @@ def test_client_holds_and_chooses(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_thousand_clients_stay_small(tmp_path: Path) -> None:
     names = [f"client-{n}" for n in range(1000)]
 

@@ -32,6 +32,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_rows_record_selected_layers_and_scores(finished_run: Path) -> None:
     for row in map(json.loads, (finished_run / "rows.jsonl").read_text().splitlines()):
         assert row["chosen"].keys() == set(row["cohort"]) == row["scores"].keys()
@@ -68,6 +69,7 @@ def test_report_shows_the_layer_selection(finished_run: Path, tmp_path: Path) ->
     assert 'id="layers"' in text
 
 
+@pytest.mark.slow
 def test_alarms_are_recorded_and_survive_a_resume(tmp_path: Path) -> None:
     """All layers have almost equal attention scores, which raises the alarm after three rounds."""
     config = parse({**CONFIG, "method": {"name": "safl", "k": 1, "tokens": "content"}, "rounds": 5})

@@ -18,6 +18,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> list[RunRecord]:
     return [load_run(write_run(root, label, seed)) for label in ("fedavg", "fedfrozen") for seed in range(2)]
 
 
+@pytest.mark.slow
 def test_each_figure_is_written_as_svg_and_pdf_and_is_the_same_again(records: list[RunRecord], tmp_path: Path) -> None:
     once, again = figures(records, tmp_path / "a" / "deep"), figures(records, tmp_path / "b")
     names = [f"{name}.{kind}" for name in ("rounds", "bytes", "drift", "personal", "plan") for kind in ("svg", "pdf")]
@@ -34,6 +35,7 @@ def test_each_figure_is_written_as_svg_and_pdf_and_is_the_same_again(records: li
             assert len(texts) > 5, "text stays text"
 
 
+@pytest.mark.slow
 def test_figures_show_the_named_metric(records: list[RunRecord], tmp_path: Path) -> None:
     figures(records, tmp_path, metric="loss")
     assert "test loss" in (tmp_path / "rounds.svg").read_text()

@@ -567,6 +567,7 @@ def test_plan_changes_are_marked_and_drift_of_frozen_roles_ends(records: list[Ru
     assert "layer.0" not in lengths
 
 
+@pytest.mark.slow
 def test_equal_plans_are_drawn_once(records: list[RunRecord]) -> None:
     assert [each.labels for each in plans(records)] == [["fedavg", "fedprox"], ["fedfrozen"]]
     figure = plan_grid(records)
@@ -599,6 +600,7 @@ def test_as_many_styles_as_methods_in_a_large_study_are_distinct() -> None:
     assert len({(style.color, str(style.dash)) for style in found}) == 28
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("count", [1, 15])
 def test_legends_cover_no_data_and_styles_are_distinct(tmp_path: Path, count: int) -> None:
     labels = ["fedavg", "_hidden", "fedfrozen", "a label that is far too long to be shown as it is"]
@@ -619,6 +621,7 @@ def test_legends_cover_no_data_and_styles_are_distinct(tmp_path: Path, count: in
     assert len(strips.axes[0].get_yticks()) == count
 
 
+@pytest.mark.slow
 def test_picture_is_a_wide_png_and_leaves_matplotlib_settings_unchanged(
     records: list[RunRecord], tmp_path: Path
 ) -> None:
@@ -837,6 +840,7 @@ def test_one_class_models_are_named_below_the_comparison(tmp_path: Path) -> None
     assert not [text for text in compare(runs[1:2]).comments if "one class" in text], "it learned later"
 
 
+@pytest.mark.slow
 def test_labels_whose_clients_choose_layers_have_their_own_panel(tmp_path: Path) -> None:
     def choose(row: dict[str, Any]) -> dict[str, Any]:
         sent = {name: size for name, size in row["up"].items() if name != "embed.weight"}
@@ -893,6 +897,7 @@ def test_failed_page_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Monk
 # The package
 
 
+@pytest.mark.slow
 def test_report_package_imports_no_torch_or_pyplot() -> None:
     """At import only the standard library; never torch, pyplot, or more of core than safe file reading."""
     folder = Path(report.__file__).parent

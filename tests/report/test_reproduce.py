@@ -32,6 +32,7 @@ def digests(root: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_commands_on_the_page_repeat_all_runs(tmp_path: Path) -> None:
     config = tmp_path / "small.toml"
     config.write_text("rounds = 1\n[method]\nname = 'fedavg'" + SMALL_TASK + SMALL_VIT)

@@ -64,6 +64,7 @@ def test_record_of_remote_data_does_not_exist() -> None:
     assert describe_split(split(task_of(torch.arange(9) % 3), "site", sites=("north", "south"), key=Key(0))) is None
 
 
+@pytest.mark.slow
 def test_record_of_a_million_clients_holds_the_first_ones() -> None:
     count = 1_000_000
     partition = Partition(np.arange(2 * count), np.arange(0, 2 * count + 1, 2), NumberedClients(count))
@@ -91,6 +92,7 @@ def with_split(root: Path, label: str, clients: int, classes: int, seed: int = 0
     return load_run(folder)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("clients", "classes"), [(10, 10), (100, 10), (200, 100), (10, 0), (1, 3)])
 def test_split_is_drawn_for_few_and_many_clients(clients: int, classes: int, tmp_path: Path) -> None:
     record = with_split(tmp_path, "fedavg", clients, classes)

@@ -31,6 +31,7 @@ def clear_sum(vectors: dict[str, Tensor], dropped: list[str]) -> Tensor:
     return torch.stack(kept).sum(0, dtype=kept[0].dtype)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("bits", [32, 64])
 @pytest.mark.parametrize(
     ("count", "gone", "neighbors"),

@@ -17,6 +17,7 @@ def text() -> str:
     return sbom(installed())
 
 
+@pytest.mark.slow
 def test_it_follows_the_schema_of_cyclonedx(text: str) -> None:
     schema = pytest.importorskip("cyclonedx.schema", reason="cyclonedx-python-lib is not installed")
     validation = pytest.importorskip("cyclonedx.validation.json")
@@ -44,10 +45,12 @@ def test_its_dependencies_are_those_of_the_packages(text: str) -> None:
     assert {ref.removeprefix("pkg:pypi/").partition("@")[0] for ref in typer} == names
 
 
+@pytest.mark.slow
 def test_equal_environments_give_equal_files(text: str) -> None:
     assert sbom(installed()) == text
 
 
+@pytest.mark.slow
 def test_requirements_pin_public_versions_without_partita() -> None:
     lines = requirements(installed()).splitlines()
     assert f"flwr=={version('flwr')}" in lines

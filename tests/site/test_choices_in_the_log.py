@@ -41,6 +41,7 @@ def choices_charged(lines: list[dict[str, Any]], number: int, every: int = 3, ag
     return JobConsent(policy, terms, History(lines)).releases(plan, number).count(CHOICE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agree", [False, True])
 def test_choice_is_charged_with_the_update_of_its_round(agree: bool) -> None:
     left = [line(LEFT, number) for number in range(3)]
@@ -48,6 +49,7 @@ def test_choice_is_charged_with_the_update_of_its_round(agree: bool) -> None:
     assert [choices_charged(left[:number], number, every=1, agree=agree) for number in range(3)] == [1, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["refused", "failed"])
 def test_choice_of_an_update_that_did_not_leave_is_charged_with_a_later_one(kind: str) -> None:
     assert choices_charged([line(kind, 0)], 1) == 1
@@ -57,6 +59,7 @@ def test_choice_of_an_update_that_did_not_leave_is_charged_with_a_later_one(kind
     assert choices_charged([line(kind, 1)], 2) == 0, "no choice was made in that round"
 
 
+@pytest.mark.slow
 def test_site_that_joined_later_or_took_part_in_other_experiments_is_not_charged() -> None:
     assert choices_charged([], 2) == 0
     assert choices_charged([line("refused", 0, OTHER)], 2) == 0

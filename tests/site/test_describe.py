@@ -159,6 +159,7 @@ def test_epsilon_is_split_over_tables_and_scaled_by_what_a_row_changes(
     assert charged == pytest.approx(found.protection.epsilon)
 
 
+@pytest.mark.slow
 def test_one_row_more_changes_no_more_than_the_noise_is_made_for(
     texts: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:

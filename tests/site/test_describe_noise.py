@@ -20,6 +20,7 @@ def probability(value: int, scale: float) -> float:
     return (1 - ratio) / (1 + ratio) * ratio ** abs(value)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("scale", [Fraction(1, 2), Fraction(1), Fraction(7, 3), Fraction(12)])
 def test_draws_follow_the_discrete_laplace_distribution(scale: Fraction) -> None:
     random = Random(1)

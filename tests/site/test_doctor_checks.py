@@ -52,6 +52,7 @@ def test_rehearsal_reports_the_bytes_of_the_plan(site: Path) -> None:
     assert f"{preview(config, 0, 'north').bytes_up:,} bytes would leave" in findings(site)["rehearsal"].sentence
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "method", ['name = "fedper"', 'name = "scaffold"', 'name = "safl"', 'name = "fedavg+quantize"']
 )
@@ -61,6 +62,7 @@ def test_rehearsal_plays_any_method(tmp_path: Path, method: str) -> None:
     assert found["rehearsal"].status == "ok", found
 
 
+@pytest.mark.slow
 def test_rehearsal_of_a_private_run_does_not_touch_its_secret(tmp_path: Path) -> None:
     private = '\n[privacy]\nunit = "example"\nnoise = 1.0\nclip = 1.0\ndelta = 1e-3\n'
     secret = tmp_path / "secret"
@@ -73,6 +75,7 @@ def test_rehearsal_of_a_private_run_does_not_touch_its_secret(tmp_path: Path) ->
     assert not list((site / "state").iterdir())
 
 
+@pytest.mark.slow
 def test_rehearsal_draws_its_noise_from_a_throwaway_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise two answers of round 0 would share their noise: the rehearsal's and the real one."""
     from partita.experiment import builder
@@ -189,6 +192,7 @@ def test_state_that_cannot_be_written_is_named(site: Path) -> None:
     assert "cannot be written" in check_state(examined_site(site)).sentence
 
 
+@pytest.mark.slow
 def test_policy_that_does_not_cover_the_experiment_is_named(site: Path) -> None:
     policy = (site / "policy.toml").read_text()
 
@@ -287,6 +291,7 @@ def test_client_that_the_experiment_lacks_is_named(tmp_path: Path) -> None:
     assert "'north'" in found["data"].sentence
 
 
+@pytest.mark.slow
 def test_other_classes_than_the_groups_are_named(site: Path) -> None:
     def classes(*agreed: str) -> Outcome:
         (site / "classes.json").write_text(json.dumps(agreed))

@@ -26,6 +26,7 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_kit(tmp_path_factory.mktemp("kit"))
 
 
+@pytest.mark.slow
 def test_all_parties_have_the_same_experiment(kit: Path) -> None:
     files = [kit / party / "experiment.toml" for party in ("server", "north", "south")]
     files.append(kit / "server" / "app" / "federation" / "experiment.toml")
@@ -65,6 +66,7 @@ def test_files_are_private_and_hold_no_key(kit: Path) -> None:
     assert not list(kit.glob("*/keys")) + list(kit.glob("*/state")) + list(kit.rglob("*.key"))
 
 
+@pytest.mark.slow
 def test_second_init_changes_nothing_and_keeps_what_was_made(tmp_path: Path) -> None:
     kit = write_kit(tmp_path)
     group = load_group(tmp_path / "group.toml")
@@ -97,6 +99,7 @@ def test_second_init_changes_nothing_and_keeps_what_was_made(tmp_path: Path) -> 
     assert not list(elsewhere.iterdir())
 
 
+@pytest.mark.slow
 def test_image_command_writes_the_image_folder_of_a_party(kit: Path, tmp_path: Path, run_partita: Shell) -> None:
     code, out, _ = run_partita("sites", "image", "--out", str(tmp_path / "image"))
     assert (code, out.split()[:2]) == (0, ["wrote", "6"])
@@ -112,6 +115,7 @@ def test_image_command_writes_the_image_folder_of_a_party(kit: Path, tmp_path: P
     assert run_partita("sites", "image", "--out", str(tmp_path / "image"), "--force")[1].startswith("wrote 1 files")
 
 
+@pytest.mark.slow
 def test_limits_below_the_plan_are_refused(tmp_path: Path) -> None:
     group = GROUP.replace("[site.set]", "[site.limits]\nbytes_per_round = 10\n[site.set]")
     with pytest.raises(
@@ -150,6 +154,7 @@ def test_only_the_proxy_of_the_server_is_reached(kit: Path) -> None:
     assert services["proxy"]["network_mode"] == "service:superlink"
 
 
+@pytest.mark.slow
 def test_own_code_of_the_experiment_travels_and_is_approved(tmp_path: Path) -> None:
     write_experiment(tmp_path)
     (tmp_path / "mine.py").write_text("def spread(logits, targets):\n    return float(logits.std())\n")
@@ -164,6 +169,7 @@ def test_own_code_of_the_experiment_travels_and_is_approved(tmp_path: Path) -> N
     assert "/site/code" in [volume["target"] for volume in volumes]
 
 
+@pytest.mark.slow
 def test_command_names_what_is_still_open(tmp_path: Path, run_partita: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_experiment(tmp_path)

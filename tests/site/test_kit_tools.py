@@ -43,6 +43,7 @@ def scripts(kit: Path) -> list[Path]:
     return [*found, kit / "server" / "environment.sh"]
 
 
+@pytest.mark.slow
 def test_scripts_are_bash(kit: Path) -> None:
     for path in scripts(kit):
         call("bash", "-n", path)
@@ -81,6 +82,7 @@ def test_compose_files_are_read_by_docker(party: str, kit: Path) -> None:
     call("docker", "compose", "--file", kit / party / "compose.yaml", "config", "--quiet")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("party", PARTIES)
 def test_units_are_read_by_systemd_and_are_closed(party: str, kit: Path, tmp_path: Path) -> None:
     for source in (kit / party).glob("*.service"):
@@ -128,6 +130,7 @@ def test_rules_are_read_by_nftables(party: str, kit: Path) -> None:
     call("nft", "--check", "--file", kit / party / "nftables.conf")
 
 
+@pytest.mark.slow
 def test_certificates_are_made_where_they_stay_and_hold_only_the_agreed_names(kit: Path, tmp_path: Path) -> None:
     server = shutil.copytree(kit / "server", tmp_path / "server")
     if shutil.which("openssl") is None:

@@ -15,6 +15,7 @@ from partita.site.kit.plan_needs import by_role, needs_of
 MODEL = {"name": "vit", "layers": 2, "width": 16, "patch": 4}
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("method", "kept"),
     [

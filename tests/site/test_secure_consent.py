@@ -51,6 +51,7 @@ def serve(kits: dict[str, SiteKit], folder: Path) -> list[dict[str, Any]]:
     return list(flower_app.serve(grid_of(kits), config, settings, "1"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [SECURE, SECURE + NOISE], ids=["masks", "masks and noise"])
 def test_covered_secure_run_equals_a_local_one_and_is_logged(more: str, tmp_path: Path) -> None:
     kits = write_group(tmp_path, more)
@@ -76,12 +77,14 @@ def test_covered_secure_run_equals_a_local_one_and_is_logged(more: str, tmp_path
         assert tensors.equal(*(server_in(tmp_path / side).params for side in ("here", "there")))
 
 
+@pytest.mark.slow
 def test_policy_that_requires_masks_refuses_an_experiment_without_them(tmp_path: Path) -> None:
     kits = write_group(tmp_path, "")
     [reason] = consent_form(kits["c0"].site).refusals()
     assert "secure_aggregation.required is true" in reason
 
 
+@pytest.mark.slow
 def test_limit_on_bytes_is_that_of_the_masked_update(tmp_path: Path) -> None:
     kits = write_group(tmp_path, SECURE)
     size = kits["c1"].terms.update_bytes(0)

@@ -122,6 +122,7 @@ FORGED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", FORGED)
 def test_forged_job_is_refused_without_detail(kit: SiteKit, kind: str) -> None:
     changes, reason = FORGED[kind]
@@ -136,6 +137,7 @@ def test_message_that_is_no_job_is_refused(kit: SiteKit) -> None:
     expect_refusal(kit, kit.send(RecordDict(), "train.mine"), "failed with ValueError", "failed")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("task", ["flwr-agentapp", "flwr-serverapp", "flwr-simulation", "flwr-model", "flwr-connector"])
 def test_other_types_of_tasks_are_refused(kit: SiteKit, task: str) -> None:
     """The server chooses the type of a task, and Flower would start a program for it."""
@@ -152,6 +154,7 @@ def test_app_and_run_config_of_the_server_change_nothing(kit: SiteKit, tmp_path:
     assert not (tmp_path / "sites").exists()
 
 
+@pytest.mark.slow
 def test_replayed_round_is_refused(kit: SiteKit) -> None:
     old = kit.order(0)
     kit.send(old)
@@ -206,6 +209,7 @@ POLICIES: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", POLICIES)
 def test_job_beyond_the_policy_is_refused(kit: SiteKit, kind: str) -> None:
     policy, reason = POLICIES[kind]
@@ -236,6 +240,7 @@ def test_bytes_and_rounds_are_counted_from_the_log(kit: SiteKit) -> None:
     assert f"with this update, {3 * size:,} bytes have left" in kit.log.lines()[-1]["reason"]
 
 
+@pytest.mark.slow
 def test_site_that_restarts_in_mid_run_is_covered_by_limits_of_the_run(kit: SiteKit) -> None:
     """A round that was answered counts once: in the form, and if a server that starts again asks for it."""
     size = kit.terms.update_bytes(0)
@@ -250,6 +255,7 @@ def test_site_that_restarts_in_mid_run_is_covered_by_limits_of_the_run(kit: Site
     assert "bytes have left; limits.bytes_total is" in kit.log.lines()[-1]["reason"]
 
 
+@pytest.mark.slow
 def test_rounds_are_counted_over_sessions(kit: SiteKit) -> None:
     kit.allow('[leave]\nroles = ["*"]\n[limits]\nrounds = 4\n')
     for session in range(5):
@@ -370,6 +376,7 @@ def epsilon_of(kit: SiteKit, rounds: int) -> float:
     return terms.epsilon({replace(release, count=1): rounds * release.count})
 
 
+@pytest.mark.slow
 def test_epsilon_is_counted_from_the_log_and_bounds_the_rounds(private: SiteKit) -> None:
     most = (epsilon_of(private, 2) + epsilon_of(private, 3)) / 2
     private.allow(f'[leave]\nroles = ["*"]\n[privacy]\nunit = "example"\nmin_noise = 1.0\nmax_epsilon = {most}\n')
@@ -385,6 +392,7 @@ def test_epsilon_is_counted_from_the_log_and_bounds_the_rounds(private: SiteKit)
     assert f"epsilon is {epsilon_of(private, 3):.4g}; privacy.max_epsilon" in lines[2]["reason"]
 
 
+@pytest.mark.slow
 def test_same_tensors_twice_cost_nothing_more(private: SiteKit) -> None:
     for session in ("1", "2"):
         private.send(private.order(0, session=session))
@@ -393,6 +401,7 @@ def test_same_tensors_twice_cost_nothing_more(private: SiteKit) -> None:
     assert one["epsilon"] == two["epsilon"] == pytest.approx(epsilon_of(private, 1))
 
 
+@pytest.mark.slow
 def test_noise_is_not_reused_for_another_model(private: SiteKit) -> None:
     private.send(private.order(0))
     params = {name: value + 1 for name, value in private.terms.experiment.model.initial.items()}
@@ -400,6 +409,7 @@ def test_noise_is_not_reused_for_another_model(private: SiteKit) -> None:
     assert "would reuse its noise" in private.log.lines()[-1]["reason"]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

@@ -35,6 +35,7 @@ def test_each_line_follows_from_the_one_before(log: SiteLog) -> None:
     assert log.verify(two["hash"]).endswith("the head that you noted is line 2")
 
 
+@pytest.mark.slow
 def test_every_change_of_one_byte_is_noticed(log: SiteLog) -> None:
     log.path.unlink()
     for kind in ("started", "left"):
@@ -123,6 +124,7 @@ def test_writers_at_the_same_time_make_one_chain(tmp_path: Path) -> None:
         assert [line["number"] for line in lines if line["who"] == name] == list(range(20))
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_a_write(tmp_path: Path) -> None:
     path = tmp_path / FILE
     # Each write is of one byte, so that the kill hits a line in the middle.

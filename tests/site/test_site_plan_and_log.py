@@ -26,6 +26,7 @@ def kit(tmp_path: Path) -> SiteKit:
     return write_site(tmp_path / "c1", "fedper")
 
 
+@pytest.mark.slow
 def test_form_names_what_leaves_and_what_stays(kit: SiteKit, partita: Shell) -> None:
     code, page, _ = partita("site", "plan", kit.folder)
     assert code == 0
@@ -41,6 +42,7 @@ def test_form_names_what_leaves_and_what_stays(kit: SiteKit, partita: Shell) -> 
     assert all(name in full for name in terms.plan(0).up)
 
 
+@pytest.mark.slow
 def test_form_prints_the_digest_to_approve_and_exits_with_1(kit: SiteKit, partita: Shell) -> None:
     kit.allow(approve=False)
     code, page, _ = partita("site", "plan", kit.folder)
@@ -65,6 +67,7 @@ def test_stages_follow_the_plan_of_each_round(tmp_path: Path) -> None:
     assert len(terms.stages) > 1, "the method sends other layers in other rounds"
 
 
+@pytest.mark.slow
 def test_log_is_printed_and_checked(kit: SiteKit, partita: Shell) -> None:
     kit.send(kit.order(0))
     kit.send(kit.order(9))
@@ -87,6 +90,7 @@ def test_log_is_printed_and_checked(kit: SiteKit, partita: Shell) -> None:
     assert "the head that you noted is line 1" in partita("site", "log", kit.folder, "--head", head)[1]
 
 
+@pytest.mark.slow
 def test_damaged_log_says_its_first_bad_line_and_exits_with_1(kit: SiteKit, partita: Shell) -> None:
     for number in range(3):
         kit.send(kit.order(number))
@@ -98,6 +102,7 @@ def test_damaged_log_says_its_first_bad_line_and_exits_with_1(kit: SiteKit, part
         assert "line 2 was changed" in errors
 
 
+@pytest.mark.slow
 def test_control_characters_of_a_server_do_not_reach_the_terminal(kit: SiteKit, partita: Shell) -> None:
     kit.send(kit.order(session="\x1b[2J\x1b]0;pwned\x07"))
     for words in ((), ("--json",)):

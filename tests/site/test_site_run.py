@@ -76,6 +76,7 @@ def task_port(kit: SiteKit) -> int:
     raise AssertionError("the site's SuperNode does not run")
 
 
+@pytest.mark.slow
 def test_app_of_the_server_runs_under_flower_and_never_at_a_site(tmp_path: Path) -> None:
     kit, notes, plain = write_site(tmp_path / "c1"), tmp_path / "notes", tmp_path / "plain"
     app = flower_app.init(tmp_path / "app", kit.site.experiment_file, clients=2)
@@ -161,6 +162,7 @@ def test_app_of_the_server_runs_under_flower_and_never_at_a_site(tmp_path: Path)
     assert max_difference(last.server.params, server_in(tmp_path / "run").params) < 1e-6
 
 
+@pytest.mark.slow
 def test_site_that_its_policy_refuses_does_not_start(tmp_path: Path) -> None:
     kit = write_site(tmp_path / "c1")
     kit.allow(approve=False)

@@ -105,6 +105,7 @@ def test_run_resumes_bit_for_bit_from_what_changed(tmp_path: Path, method: Metho
     assert_same(play(run, model, clients, server=saved.server, start=2)[-1].server, whole[-1].server)
 
 
+@pytest.mark.slow
 def test_resume_with_other_weights_under_the_same_path_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

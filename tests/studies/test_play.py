@@ -69,6 +69,7 @@ def result(line: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in line.items() if key not in ("commit", "round_seconds", "seconds")}
 
 
+@pytest.mark.slow
 def test_a_study_is_killed_and_resumed_while_one_arm_fails(tmp_path: Path) -> None:
     """Two processes play it without packages that a rented machine may lack. The lines are those of single runs."""
     folder, absent = tmp_path / "study", tmp_path / "absent"
@@ -101,6 +102,7 @@ def test_a_study_is_killed_and_resumed_while_one_arm_fails(tmp_path: Path) -> No
     check_archive(folder)
 
 
+@pytest.mark.slow
 def test_a_study_is_played_again_into_another_folder(tmp_path: Path) -> None:
     write_study(tmp_path)
     (tmp_path / "small.jsonl").write_text("as it is\n")
@@ -134,6 +136,7 @@ def check_archive(folder: Path) -> None:
         assert stored.read() == (folder / "small.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_without_a_table_checkpoint_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tuning would write one after each round that is the best so far. The line is the same with and without them."""
     with_table = read_study(write_study(tmp_path / "with"))
@@ -151,6 +154,7 @@ def _never(*args: object, **kwargs: object) -> None:
     raise AssertionError("a checkpoint was written")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("cores", "warned"), [(3, True), (4, False)])
 def test_more_runs_than_cores_give_a_warning(
     tmp_path: Path,

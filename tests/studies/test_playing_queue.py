@@ -23,6 +23,7 @@ def play(runs: list[Planned], work: Path, jobs: int = 1, **options: object) -> l
     return list(play_all(runs, jobs, work, play=stand_in, **options))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_one_process_plays_all_runs_in_order(tmp_path: Path) -> None:
     ended = play([planned("a", seed) for seed in range(4)], tmp_path)
     assert [each.planned.seed for each in ended] == [0, 1, 2, 3]
@@ -30,6 +31,7 @@ def test_one_process_plays_all_runs_in_order(tmp_path: Path) -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_failures_are_tried_once_more_and_the_others_go_on(tmp_path: Path) -> None:
     ended = play([planned("fails"), planned("fails once"), planned("dies"), planned("a")], tmp_path)
     good = {each.planned.arm for each in ended if each.line is not None}
@@ -42,11 +44,13 @@ def test_failures_are_tried_once_more_and_the_others_go_on(tmp_path: Path) -> No
     assert tries.count("fails 0 False") == tries.count("fails 0 True") == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_in_an_earlier_call_has_one_try_left(tmp_path: Path) -> None:
     ended = play([planned("fails")], tmp_path, tries={planned("fails").name: 1})
     assert [each.last for each in ended] == [True]
 
 
+@pytest.mark.slow
 def test_cores_are_shared_by_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue.os, "sched_getaffinity", lambda _: range(7), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -54,6 +58,7 @@ def test_cores_are_shared_by_the_processes(tmp_path: Path, monkeypatch: pytest.M
     assert {each.line["threads"] for each in ended if each.line} == {"3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "threads"), [("1", "1"), ("16", "3"), ("no number", "3")])
 def test_a_user_can_limit_the_threads_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, threads: str
@@ -64,6 +69,7 @@ def test_a_user_can_limit_the_threads_of_a_run(
     assert {each.line["threads"] for each in ended if each.line} == {threads}
 
 
+@pytest.mark.slow
 def test_at_the_time_limit_what_runs_is_killed_and_what_ended_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +84,7 @@ def test_at_the_time_limit_what_runs_is_killed_and_what_ended_is_kept(
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_a_running_process_is_killed_at_the_limit(tmp_path: Path) -> None:
     began = time.perf_counter()
     assert list(play_all([planned("slow")], 1, tmp_path, deadline=time.monotonic() + 2, play=stand_in)) == []
@@ -85,6 +92,7 @@ def test_a_running_process_is_killed_at_the_limit(tmp_path: Path) -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_no_run_starts_that_would_not_end_in_time(tmp_path: Path) -> None:
     lengths = Lengths()
     lengths.add(STUDY, "slow", 1000.0, earlier=True)

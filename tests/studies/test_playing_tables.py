@@ -190,6 +190,7 @@ def test_curves_are_means_over_seeds_at_each_tested_round(study: Study, lines: l
     assert (means[2], spreads[2]) == (pytest.approx(statistics.fmean(third)), pytest.approx(statistics.stdev(third)))
 
 
+@pytest.mark.slow
 def test_a_map_hatches_what_is_not_sure(study: Study, lines: list[dict[str, Any]]) -> None:
     for line in lines:  # sure for one arm at one point
         if line["arm"] == "broken" and line["point"]["split.alpha"] == 0.1:
@@ -217,6 +218,7 @@ def test_hatches_have_the_ink_of_their_cell() -> None:
     assert hatched == [True] * 3
 
 
+@pytest.mark.slow
 def test_two_axes_make_a_map_for_each_arm(tmp_path: Path) -> None:
     axes = '[axes]\n"split.alpha" = [0.1, 1.0]\n"training.epochs" = [1, 2, 3]\n'
     study = read_study(write_study(tmp_path, STUDY + axes))

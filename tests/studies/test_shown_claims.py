@@ -28,6 +28,7 @@ def test_each_claim_that_held_has_a_command() -> None:
     assert len(held) > 10
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "words", [words for words in COMMANDS if "studies/play.py" in words], ids=lambda words: words[3]
 )
@@ -41,6 +42,7 @@ def test_the_runs_can_be_planned(
     assert re.search(r": ([1-9]\d*) runs to play, 0 done", capsys.readouterr().out)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("words", [words for words in COMMANDS if words[1] == "compare"], ids=lambda words: words[-1])
 def test_the_methods_can_be_compared(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -36,6 +36,7 @@ def gap_text(gap: Difference) -> str:
     return f"{100 * gap.mean:+.1f} [{100 * gap.low:.1f}, {100 * gap.high:.1f}]"
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_every_study_can_be_played(file: Path) -> None:
     study = read_study(file)
@@ -142,6 +143,7 @@ def shot_gaps(page: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ")[1:] for line in table.splitlines()[2:]]
 
 
+@pytest.mark.slow
 def test_scores_and_differences_of_all_methods_follow_from_the_lines() -> None:
     study = read_study(STUDIES / "baselines" / "methods.toml")
     page, runs = (study.file.parent / "README.md").read_text(), read_runs(study, "run")
@@ -259,6 +261,7 @@ def test_clients_by_epochs_follow_from_the_lines() -> None:
     assert all(table in page for table in tables)
 
 
+@pytest.mark.slow
 def test_the_map_of_freezing_follows_from_the_lines() -> None:
     regimes = load_script("frozen/regimes")
     page = (STUDIES / "frozen" / "README.md").read_text()

@@ -64,6 +64,7 @@ def plain_module(folder: Path) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 
 
+@pytest.mark.fast_cases(1)
 def test_losses_are_those_of_transformers_for_each_example(folder: Path, tmp_path: Path) -> None:
     task, model = model_of(folder)
     params = perturbed(model.initial)
@@ -81,6 +82,7 @@ def test_losses_are_those_of_transformers_for_each_example(folder: Path, tmp_pat
         torch.testing.assert_close(loss, expected, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("pack", [False, True])
 def test_clients_train_in_a_block_as_alone(folder: Path, pack: bool) -> None:
     task, model = model_of(folder, pack=pack)
@@ -94,6 +96,7 @@ def test_clients_train_in_a_block_as_alone(folder: Path, pack: bool) -> None:
         torch.testing.assert_close(results[1][name], value, atol=1e-5, rtol=0)
 
 
+@pytest.mark.fast_cases(1)
 def test_one_step_on_packed_rows_is_the_step_on_their_examples(folder: Path) -> None:
     """With the loss as a mean over tokens, packing changes nothing but the speed."""
     results = []
@@ -132,6 +135,7 @@ def config_of(folder: Path, **tables: Any) -> dict[str, Any]:
     return {**raw, **{name: {**raw.get(name, {}), **table} for name, table in tables.items()}}
 
 
+@pytest.mark.slow
 def test_a_run_learns_resumes_and_records_samples(folder: Path, tmp_path: Path) -> None:
     config = parse(config_of(folder))
     rows = list(start(config, tmp_path / "whole"))
@@ -153,6 +157,7 @@ def test_a_run_learns_resumes_and_records_samples(folder: Path, tmp_path: Path) 
     assert sum(client["train"] for client in held["clients"]) > 10
 
 
+@pytest.mark.slow
 def test_a_run_on_choices(llama: Path, tmp_path: Path) -> None:
     data = {"path": str(llama / "choices.jsonl"), "choices": "choices"}
     raw = config_of(llama, data=data, training={"epochs": 8})
@@ -164,6 +169,7 @@ def test_a_run_on_choices(llama: Path, tmp_path: Path) -> None:
     assert load_run(tmp_path / "run").metric.name == "accuracy"
 
 
+@pytest.mark.slow
 def test_samples_in_the_report_are_escaped_and_shortened(llama: Path, tmp_path: Path) -> None:
     list(start(parse(config_of(llama)), tmp_path / "run"))
     file = tmp_path / "run" / "samples.json"
@@ -179,6 +185,7 @@ def test_samples_in_the_report_are_escaped_and_shortened(llama: Path, tmp_path: 
     assert 'id="samples"' not in page([load_run(tmp_path / "run")], tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_samples_are_off_by_default_and_refused_by_a_private_run(llama: Path, tmp_path: Path) -> None:
     raw = config_of(llama, data={"pack": False})
     raw["method"] = {"name": "fedavg"}
@@ -191,6 +198,7 @@ def test_samples_are_off_by_default_and_refused_by_a_private_run(llama: Path, tm
     assert parse({"method": {"name": "fedavg"}}).evaluate.samples == 0
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("tables", "told"),
     [
@@ -239,6 +247,7 @@ def exported(llama: Path, tmp_path: Path, shell: Shell) -> Callable[..., Path]:
     return export
 
 
+@pytest.mark.slow
 def test_an_exported_model_chats_in_transformers(exported: Callable[..., Path], tmp_path: Path, shell: Shell) -> None:
     from transformers import AutoTokenizer
 
@@ -262,6 +271,7 @@ def test_an_exported_model_chats_in_transformers(exported: Callable[..., Path], 
     assert "exists already" in told
 
 
+@pytest.mark.slow
 def test_an_exported_adapter_names_its_model(exported: Callable[..., Path], llama: Path) -> None:
     from peft import PeftModel
 

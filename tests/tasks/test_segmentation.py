@@ -82,6 +82,7 @@ def model_of(folder: str, task: Task, **options: Any) -> FunctionalModel:
     return model
 
 
+@pytest.mark.fast_cases(1)
 def test_logits_and_losses_are_those_of_transformers(folder: str, tmp_path: Path) -> None:
     from transformers import AutoModelForSemanticSegmentation
 
@@ -123,6 +124,7 @@ def test_a_saved_model_works_in_a_pipeline_of_transformers(tmp_path: Path) -> No
         assert (mask == (predicted == CLASSES.index(label))).all()
 
 
+@pytest.mark.slow
 def test_a_new_head_starts_with_scales_of_one_and_fresh_statistics(tmp_path: Path) -> None:
     """With scales of zero, no gradient would reach anything below the batch norm."""
     write_tiny_segformer(tmp_path, Key(0), width=8)
@@ -160,6 +162,7 @@ def test_the_loss_is_a_mean_over_labeled_pixels_by_hand() -> None:
     torch.testing.assert_close(found, torch.stack([expected, torch.zeros(())]))
 
 
+@pytest.mark.fast_cases(1)
 def test_clients_train_in_a_block_as_alone(folder: str) -> None:
     task = task_of()
     model = model_of(folder, task)
@@ -184,6 +187,7 @@ def test_a_split_by_label_is_refused_and_the_record_counts_no_labels() -> None:
     assert all("labels" not in client for client in record["clients"])
 
 
+@pytest.mark.slow
 def test_a_run_learns_resumes_and_reports(folder: str, tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     pixels, targets = scenes()

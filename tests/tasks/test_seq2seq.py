@@ -59,6 +59,7 @@ def plain_module(model: FunctionalModel, params: dict[str, torch.Tensor], folder
         return AutoModelForSeq2SeqLM.from_pretrained(folder, attn_implementation="eager").eval()
 
 
+@pytest.mark.fast_cases(1)
 def test_losses_are_those_of_transformers_for_each_example(folder: Path, tmp_path: Path) -> None:
     task, model = model_of(folder)
     params = perturbed(model.initial)
@@ -72,6 +73,7 @@ def test_losses_are_those_of_transformers_for_each_example(folder: Path, tmp_pat
         torch.testing.assert_close(loss, expected, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.fast_cases(1)
 def test_greedy_texts_are_those_of_a_loop_without_cache_and_of_transformers(folder: Path, tmp_path: Path) -> None:
     task, model = model_of(folder)
     params = perturbed(model.initial)
@@ -104,6 +106,7 @@ def test_the_answer_is_not_used_to_generate(folder: Path) -> None:
     assert model.generate(params, inputs, 5) == model.generate(params, other, 5)
 
 
+@pytest.mark.fast_cases(1)
 def test_a_personal_copy_and_low_rank_factors_generate_too(folder: Path) -> None:
     task, model = model_of(folder)
     inputs = task.train.take(torch.arange(4)).inputs
@@ -132,6 +135,7 @@ def test_a_model_of_another_kind_refuses(tmp_path: Path) -> None:
         model.generate(model.initial, task.train.take(torch.arange(2)).inputs, 5)
 
 
+@pytest.mark.fast_cases(1)
 def test_clients_with_texts_of_different_lengths_train_in_a_block_as_alone(folder: Path) -> None:
     task, model = model_of(folder)
     federation = split(task, "by_column", key=Key(0), column="site")
@@ -163,6 +167,7 @@ def config_of(folder: Path, **evaluate: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_run_learns_resumes_and_reports(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("rouge_score")
     config = parse(config_of(folder))

@@ -155,6 +155,7 @@ class RandomRounding(UpdateTransform):
         return replace(update, delta=delta), {}
 
 
+@pytest.mark.slow
 def test_method_with_every_kind_of_state_conforms() -> None:
     """Personal parameters, memory, slots, a keyed transform, a carried optimizer and a server with momentum."""
     parts = (
@@ -181,6 +182,7 @@ class LargestGradients(ClientRule):
         return LayerSelection(frozenset(name for name, _ in ranked[: len(ranked) // 2]))
 
 
+@pytest.mark.slow
 def test_method_that_selects_by_data_conforms() -> None:
     check_on_small_federation(Method("largest", client_rules=(LargestGradients(),)))
 
@@ -220,6 +222,7 @@ class StartsAhead(ClientRule):
         return {}, {"start": ctx.notes.get("started", {})}
 
 
+@pytest.mark.slow
 def test_method_that_starts_elsewhere_and_evaluates_gradients_itself_conforms() -> None:
     check_on_small_federation(Method("ahead", client_rules=(StartsAhead(),)))
 
@@ -430,6 +433,7 @@ class Momentum(UpdateTransform):
         return replace(update, delta=new), {"other" if self.mistake == "another slot" else "velocity": new}
 
 
+@pytest.mark.slow
 def test_a_transform_with_memory_conforms() -> None:
     check_on_small_federation(Method("momentum", transforms=(Momentum(), RandomRounding())), tolerance=2e-5)
 
@@ -528,6 +532,7 @@ WRONG_METHODS: dict[str, tuple[Method, str]] = {
 }
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("kind", WRONG_METHODS)
 def test_broken_promise_is_named(kind: str) -> None:
     method, message = WRONG_METHODS[kind]

@@ -93,6 +93,7 @@ def test_totals_add_up() -> None:
     assert totals.add({"round": 5, "bytes": None}) == {"bytes/up_total": 20, "bytes/down_total": 40}
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=40), st.booleans())
 def test_worst_tenth_is_that_of_the_report(values: list[float], higher: bool) -> None:
     row = {"round": 0, "personal": {"m": {str(place): value for place, value in enumerate(values)}}}
@@ -100,6 +101,7 @@ def test_worst_tenth_is_that_of_the_report(values: list[float], higher: bool) ->
     assert found == pytest.approx(worst_tenth(values, Metric("m", higher)))
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(max_size=4), unique=True))
 def test_cleaned_names_stay_different_and_are_plain(names: list[str]) -> None:
     plain = [name for name in names if "_" not in name]

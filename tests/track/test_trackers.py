@@ -110,6 +110,7 @@ def in_float32(recorded: Recorded) -> Recorded:
     return {name: [(step, float(np.float32(value))) for step, value in pairs] for name, pairs in recorded.items()}
 
 
+@pytest.mark.slow
 def test_rows_have_what_the_trackers_show(tracked: Tracked) -> None:
     assert [row["round"] for row in tracked.rows] == list(range(ROUNDS))
     assert any(row["lost"] for row in tracked.rows)
@@ -120,6 +121,7 @@ def test_rows_have_what_the_trackers_show(tracked: Tracked) -> None:
     assert [step for step, _ in names["round"]] == list(range(ROUNDS))
 
 
+@pytest.mark.slow
 def test_tensorboard_has_every_round_once(tracked: Tracked) -> None:
     found, texts = read_tensorboard(tracked.at("tensorboard"))
     assert found == in_float32(expected(tracked))
@@ -130,6 +132,7 @@ def test_tensorboard_has_every_round_once(tracked: Tracked) -> None:
     assert len(list(tracked.at("tensorboard").iterdir())) == 2  # of the first start and of the second
 
 
+@pytest.mark.slow
 def test_wandb_has_every_round_once(tracked: Tracked) -> None:
     found, header, records = read_wandb(tracked.at("wandb"))
     assert found == expected(tracked)
@@ -142,6 +145,7 @@ def test_wandb_has_every_round_once(tracked: Tracked) -> None:
     assert not {"wandb-metadata.json", "requirements.txt", "output.log"} & set(files)
 
 
+@pytest.mark.slow
 def test_mlflow_has_every_round_once(tracked: Tracked) -> None:
     found, run, client = read_mlflow(f"sqlite:///{tracked.at('mlflow') / 'mlflow.db'}")
     assert found == expected(tracked)
@@ -156,6 +160,7 @@ def test_mlflow_has_every_round_once(tracked: Tracked) -> None:
     assert [dict(zip(written["columns"], line, strict=True)) for line in written["data"]] == table
 
 
+@pytest.mark.slow
 def test_trackio_has_every_round_once(tracked: Tracked) -> None:
     found, run, logs = read_trackio()
     assert found == expected(tracked)
@@ -166,6 +171,7 @@ def test_trackio_has_every_round_once(tracked: Tracked) -> None:
         assert shown == tables(row)
 
 
+@pytest.mark.slow
 def test_nothing_of_this_machine_is_sent(tracked: Tracked, offline: Path) -> None:
     _, header, _ = read_wandb(tracked.at("wandb"))
     _, run, _ = read_mlflow(f"sqlite:///{tracked.at('mlflow') / 'mlflow.db'}")
@@ -181,6 +187,7 @@ def test_nothing_of_this_machine_is_sent(tracked: Tracked, offline: Path) -> Non
     assert not list(Path(offline).glob(".config/mlflow"))
 
 
+@pytest.mark.slow
 def test_finished_run_is_sent_again_without_doubles(tracked: Tracked, run_partita: Shell) -> None:
     code, out, err = run_partita("track", tracked.folder, "--to", "tensorboard", "--to", "trackio")
     assert (code, err) == (0, "")
@@ -216,6 +223,7 @@ def test_failed_tracker_gets_the_missed_rows_later(tracked: Tracked, monkeypatch
     assert sent == [1, 2, -3, 3, 4]
 
 
+@pytest.mark.slow
 def test_two_starts_have_one_id_and_other_runs_another(tracked: Tracked) -> None:
     _, header, _ = read_wandb(tracked.at("wandb"))
     _, run, _ = read_mlflow(f"sqlite:///{tracked.at('mlflow') / 'mlflow.db'}")
@@ -223,6 +231,7 @@ def test_two_starts_have_one_id_and_other_runs_another(tracked: Tracked) -> None
     assert read_trackio()[1].name.endswith(header["id"][:8])
 
 
+@pytest.mark.slow
 def test_failure_ends_the_command(tracked: Tracked, run_partita: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://")
     code, out, err = run_partita("track", tracked.folder, "--to", "mlflow")

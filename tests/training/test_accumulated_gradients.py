@@ -30,6 +30,7 @@ def ends(method: Method, optimizer: Optimizer, batch_size: int, accumulate: int,
     return {**final_params(played), "losses": torch.tensor([each.loss for each in played])}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("block", [1, 3])
 @pytest.mark.parametrize("method", [fedavg(), fedprox(0.5)], ids=["fedavg", "fedprox"])
 @pytest.mark.parametrize("optimizer", [SGD(0.9), AdamW(eps=0.1)], ids=["sgd", "adamw"])

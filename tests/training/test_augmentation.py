@@ -252,6 +252,7 @@ def ends(block: int = 1, **options: Any) -> Tensors:
     return final_params(play(run, case.model, ThreeClients(case), block=block))
 
 
+@pytest.mark.slow
 def test_blocks_and_accumulated_batches_have_the_same_images() -> None:
     alone = ends()
     assert max_difference(alone, ends()) == 0

@@ -148,6 +148,7 @@ def scores_of(graphs: GraphCache | None) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_scores_of_a_run_are_those_of_eager_passes() -> None:
     class Both(ReplayingRecorder):
         """Records steps, which return a tensor, and evaluations, which return two."""

@@ -33,6 +33,7 @@ def private_run(settings: DPSGDSettings, method: str = "fedavg", **more: Any) ->
     return toy_run(replace(build(method), privacy=settings), **{"steps": 6, "count": 2, **more})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 3])
 def test_captured_steps_release_the_noise_of_eager_steps_bit_for_bit(
     block: int, monkeypatch: pytest.MonkeyPatch
@@ -57,6 +58,7 @@ def test_captured_steps_release_the_noise_of_eager_steps_bit_for_bit(
     assert len({tensors.digest(noise) for noise in eager}) == len(eager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clipping", ["direct", "ghost"])
 @pytest.mark.parametrize("block", [1, 2])
 @pytest.mark.parametrize("method", ["fedavg", "fedprox"])
@@ -70,6 +72,7 @@ def test_captured_steps_equal_eager_steps_to_rounding(clipping: Any, block: int,
     assert max_difference(eager, tiny_model("Bert").initial) > 1e-2
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("drawn", [1, 4])
 @pytest.mark.parametrize("block", [1, 2])
@@ -119,6 +122,7 @@ def test_a_draw_for_fewer_clients_leaves_no_noise_for_the_others() -> None:
     assert noise.held["w"].isnan().all()
 
 
+@pytest.mark.slow
 def test_few_graphs_serve_poisson_batches_of_all_sizes() -> None:
     """About 64 examples a batch, with a standard deviation of 7; without padding, there would be a shape per size."""
     run = private_run(DPSGDSettings(0.5, 1.0, microbatch=8), batch_size=64, steps=40, count=1)
@@ -131,6 +135,7 @@ def test_few_graphs_serve_poisson_batches_of_all_sizes() -> None:
     assert 1 <= recorder.recorded <= 6
 
 
+@pytest.mark.slow
 def test_a_failed_check_of_norms_leaves_the_captured_ghost_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """With "auto", a later phase can fail the check. Its steps must not replay what was captured before."""
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 0)
@@ -156,6 +161,7 @@ def test_a_failed_check_of_norms_leaves_the_captured_ghost_steps(monkeypatch: py
     assert len(sums) == 2 * 6, "both phases of the second round"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 3])
 def test_captured_steps_of_groups_equal_eager_steps(block: int) -> None:
     """Batches are padded in the number of groups."""
@@ -170,6 +176,7 @@ def test_captured_steps_of_groups_equal_eager_steps(block: int) -> None:
     assert max_difference(captured, final_params(play(run, toy_model(), hospitals, block=block))) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 2])
 def test_a_private_run_with_graphs_resumes_bit_for_bit(block: int) -> None:
     """After a resume the first steps run eagerly again, where the uninterrupted run replays graphs."""
@@ -181,6 +188,7 @@ def test_a_private_run_with_graphs_resumes_bit_for_bit(block: int) -> None:
     assert tensors.equal(final_params(whole), final_params(resumed))
 
 
+@pytest.mark.slow
 def test_settings_of_privacy_have_graphs_of_their_own() -> None:
     """The clip is a number in the captured step."""
     cache, ended = GraphCache(ReplayingRecorder()), []

@@ -36,6 +36,7 @@ def ends(block: int = 1, method: Method | None = None, **options: Any) -> Tensor
     return final_params(play(run, CASE.model, ThreeClients(CASE), block=block))
 
 
+@pytest.mark.slow
 def test_blocks_and_accumulated_batches_equal_single_clients() -> None:
     alone = ends()
     assert max_difference(alone, ends(block=3)) < 1e-5
@@ -45,6 +46,7 @@ def test_blocks_and_accumulated_batches_equal_single_clients() -> None:
     assert max_difference(alone, ends(class_weights=())) > 1e-4
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("clipping", ["direct", "ghost"])
 def test_private_gradients_have_smoothed_labels(clipping: Any) -> None:
     """With a clip that never applies and no noise, DP-SGD is plain training. Clients have one batch of all examples."""

@@ -71,6 +71,7 @@ def play(
     return ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "block", "checkpointing"),
     [("fedavg", 1, False), ("fedavg", 3, True), pytest.param("fedper", 3, False, marks=pytest.mark.slow)],
@@ -83,6 +84,7 @@ def test_compiled_rounds_equal_eager_ones(method: str, block: int, checkpointing
     assert max_relative_difference(compiled, play(model, method, None, block)) < 1e-4
 
 
+@pytest.mark.slow
 def test_clients_one_by_one_do_not_change_the_programs_of_blocks() -> None:
     """A client has no client dimension. That must not make all sizes of a block's weights those that may change."""
     model = make_model("llama-lm", ("embedding",))
@@ -134,6 +136,7 @@ def test_small_models_of_classes_compile_as_a_whole() -> None:
     assert make_model("vit-image", sizes={"num_hidden_layers": 13}).compiles_by_layer()
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("case", ["bert-text", "vit-image", "dinov2-image", "clip-image", "clip-towers"])
 @pytest.mark.parametrize("frozen", [(), ("layer.0",)])
 def test_large_models_compile_by_layer(case: str, frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,7 @@ def untouched(gpu: Gpu, before: dict[str, Any]) -> bool:
     return state is before and not state["capturing"] and gpu.stream == "default" and not gpu.allocating
 
 
+@pytest.mark.slow
 def test_captures_share_memory_and_replay(gpu: Gpu) -> None:
     recorder, before = CudaRecorder(), gpu.generator.state
     for _ in range(2):
@@ -140,6 +141,7 @@ def test_captures_share_memory_and_replay(gpu: Gpu) -> None:
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_no_two_captures_draw_from_the_same_generator(gpu: Gpu) -> None:
     recorder, seeds = CudaRecorder(), []
 
@@ -152,6 +154,7 @@ def test_no_two_captures_draw_from_the_same_generator(gpu: Gpu) -> None:
     assert len({*seeds, gpu.generator.initial_seed()}) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["capture", "work"])
 def test_a_failed_capture_leaves_stream_generator_and_memory_as_they_were(gpu: Gpu, fails: str) -> None:
     recorder, before = CudaRecorder(), gpu.generator.state
@@ -170,6 +173,7 @@ def test_a_failed_capture_leaves_stream_generator_and_memory_as_they_were(gpu: G
     assert untouched(gpu, before)
 
 
+@pytest.mark.slow
 def test_a_capture_that_fails_at_its_end_is_an_error(gpu: Gpu) -> None:
     recorder, before = CudaRecorder(), gpu.generator.state
 

@@ -41,6 +41,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "optimizer", "block"), CASES.values(), ids=CASES)
 def test_rounds_with_graphs_equal_eager_rounds(method: str, optimizer: Optimizer, block: int) -> None:
     again = ReplayingRecorder()
@@ -51,6 +52,7 @@ def test_rounds_with_graphs_equal_eager_rounds(method: str, optimizer: Optimizer
     assert max_relative_difference(recorded, plain) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "local-only"])
 def test_queueing_a_block_ahead_does_not_change_results(method: str, recorded: bool) -> None:
@@ -62,6 +64,7 @@ def test_queueing_a_block_ahead_does_not_change_results(method: str, recorded: b
     assert tensors.equal(*ended)
 
 
+@pytest.mark.slow
 def test_recorded_steps_follow_the_learning_rate_schedule() -> None:
     schedule = Schedule("linear")
     recorded = train_with_graphs("fedavg", AdamW(), GraphCache(ReplayingRecorder()), 4, schedule=schedule)
@@ -77,6 +80,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_recorded_steps_follow_the_options_of_training(options: dict[str, Any]) -> None:
     optimizer = AdamW(eps=1e-4, weight_decay=0.5)
@@ -87,6 +91,7 @@ def test_recorded_steps_follow_the_options_of_training(options: dict[str, Any]) 
     assert max_relative_difference(recorded, train_with_graphs("fedavg", optimizer, None, 4)) > 1e-2
 
 
+@pytest.mark.slow
 def test_each_shape_is_recorded_once() -> None:
     counts = []
     for rounds_played in (4, 8):
@@ -96,6 +101,7 @@ def test_each_shape_is_recorded_once() -> None:
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.slow
 def test_results_are_not_overwritten_by_a_later_replay() -> None:
     key = Key(3)
     task = data.load("synthetic", key, examples=90, size=8, channels=1)
@@ -133,6 +139,7 @@ def refuse_to_record_compiled_code(work: Callable[[], Tensor]) -> Replay:
         raise CompileError("vit cannot be compiled; set engine.compile = false") from error
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("recorder", [refuse_to_record, refuse_to_record_inside_vmap, refuse_to_record_compiled_code])
 def test_capture_failure_names_the_setting(recorder: Recorder) -> None:
     with pytest.raises(
@@ -142,6 +149,7 @@ def test_capture_failure_names_the_setting(recorder: Recorder) -> None:
         train_with_graphs("fedavg", AdamW(), GraphCache(recorder), 4)
 
 
+@pytest.mark.slow
 def test_capture_failure_falls_back_to_eager_with_a_warning_when_not_strict() -> None:
     with pytest.warns(UserWarning, match="they run eagerly"):
         plainly = train_with_graphs("fedavg", AdamW(), GraphCache(refuse_to_record, strict=False), 4)
@@ -231,6 +239,7 @@ def test_cpu_uses_no_graphs() -> None:
         choose_graphs(True, False, cpu)
 
 
+@pytest.mark.slow
 def test_compiled_rounds_equal_eager_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced as a full graph, without the compiler's own kernels, which are slow to build."""
     whole = torch.compile
@@ -272,6 +281,7 @@ def test_bf16_slowdown_is_the_ratio_of_best_times(
     assert bf16_slowdown() == 7.0
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(0.9)], ids=["adamw", "momentum"])
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedper", "fedfrozen"])
 def test_run_with_graphs_resumes_bit_for_bit(method: str, optimizer: Optimizer) -> None:

@@ -135,6 +135,7 @@ def test_example_with_infinite_input_is_left_out_of_the_clipped_sum() -> None:
     assert max_difference(found, wanted) < 1e-6
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("optimizer", [SGD(momentum=0.9, weight_decay=0.1), AdamW()], ids=["momentum", "adamw"])
 def test_dp_sgd_without_clip_and_noise_equals_plain_training(optimizer: SGD | AdamW) -> None:
     """In float64, because AdamW amplifies rounding. Both runs use the same batches, and none is short."""
@@ -190,6 +191,7 @@ def test_collate_keeps_an_empty_batch_masked() -> None:
     assert joined.mask.tolist() == [[1, 1, 1], [0, 0, 0]]
 
 
+@pytest.mark.slow
 def test_fedavg_with_dp_sgd_conforms() -> None:
     check_method(with_dp_sgd(fedavg()), ToyTransformer(width=3, layers=1), ThreeClients())
 
@@ -443,6 +445,7 @@ def drawn_rate(count: int, batch: int, draws: int) -> float:
     return len(taken.order) / (len(taken) * count)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("count", "batch", "draws"), [(80, 64, 200_000), (10, 9, 100_000), (2000, 800, 1_000_000)])
 def test_sampling_rate_is_batch_size_over_examples(count: int, batch: int, draws: int) -> None:
     """Within half a percent, which is at least four standard deviations of the mean."""
@@ -451,6 +454,7 @@ def test_sampling_rate_is_batch_size_over_examples(count: int, batch: int, draws
     assert drawn_rate(count, batch, draws) == pytest.approx(rate, rel=0.005)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("size", [2, 4, 5, 7, 60])
 def test_charged_rate_and_steps_equal_those_drawn(size: int) -> None:
     """For clients smaller and larger than a batch of four, through a client round."""

@@ -90,6 +90,7 @@ MODELS: dict[str, tuple[str, Callable[[], Model]]] = {
 }
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("chunk", [2**24, 40])
 @pytest.mark.parametrize(("kind", "make"), MODELS.values(), ids=MODELS)
 def test_a_block_is_clipped_as_its_clients_by_hand(
@@ -113,6 +114,7 @@ def test_a_block_is_clipped_as_its_clients_by_hand(
         assert_sums({name: value[rank] for name, value in found.items()}, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clipping", ["ghost", "direct"])
 def test_a_run_in_a_block_equals_one_by_one(clipping: Any) -> None:
     run = toy_run(replace(build("fedprox"), privacy=DPSGDSettings(0.3, 0.0, clipping=clipping)), count=2)
@@ -162,6 +164,7 @@ def writer(dtype: torch.dtype | None = None) -> tuple[Model, Method]:
     return method.extend(base, Key(0)), method
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about bfloat16 products on some CPUs
 @pytest.mark.parametrize("block", [1, 2])
 def test_factors_on_a_base_in_half_precision_are_clipped(block: int) -> None:
@@ -174,6 +177,7 @@ def test_factors_on_a_base_in_half_precision_are_clipped(block: int) -> None:
     assert max_difference(*ends) < 0.05 * moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 2])
 def test_language_models_with_a_frozen_head_compute_no_logits_of_a_whole_batch(
     block: int, monkeypatch: pytest.MonkeyPatch
@@ -263,6 +267,7 @@ def test_norms_from_inner_products_are_not_too_small() -> None:
     assert worst > 100, "otherwise the allowance is not needed"
 
 
+@pytest.mark.slow
 def test_weighted_bfloat16_numbers_are_two_bfloat16_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernel's source on the CPU."""
     monkeypatch.setattr(ghost_kernels, "launch", CpuKernels(tmp_path).launch)
@@ -355,6 +360,7 @@ def test_other_uses_are_refused(use: Callable[[Tensors, Tensor], Tensor], why: s
 # ---- the check of norms in a block
 
 
+@pytest.mark.slow
 def test_wrong_norms_of_a_block_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     squares = ghost_layers._linear_squares
     monkeypatch.setattr(ghost_layers, "_linear_squares", lambda *given: 0.5 * squares(*given))
@@ -366,6 +372,7 @@ def test_wrong_norms_of_a_block_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
             play(run, tiny_model("Bert"), TextClients(), block=block)
 
 
+@pytest.mark.slow
 def test_norms_are_checked_in_the_first_step_that_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """With "auto", the first batches of a phase can be too small for ghost clipping."""
     model = tiny_model("Bert")

@@ -40,6 +40,7 @@ def example_loss(model: Model, rest: Tensors):  # type: ignore[no-untyped-def]
     return loss
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("tags", [(), ("query", "norm"), ("mlp", "head")], ids=["all", "query, norm", "mlp, head"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ghost_sum_and_norms_equal_per_example_gradients(kind: str, tags: tuple[str, ...]) -> None:
@@ -105,6 +106,7 @@ def final_params_with(norms: str, noise: float = 0.5) -> Tensors:
     return final_params(play(toy_run(method, count=2), tiny_model("Bert"), TextClients()))
 
 
+@pytest.mark.slow
 def test_run_with_ghost_clipping_matches_direct_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
     direct, ghost = final_params_with("direct"), final_params_with("ghost")
     assert max_difference(direct, ghost) < 1e-3, "rounding can move a value to the next grid point"
@@ -252,6 +254,7 @@ def test_infinite_gradient_is_left_out_with_every_clipping(
     assert float(broken.abs().max()) > 0.01
 
 
+@pytest.mark.slow
 def test_auto_clipping_switches_to_ghost_above_the_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threshold compares batch size times parameters: at most six examples here, and usually at least one."""
     size = sum(value.numel() for value in tiny_model("Bert").initial.values())

@@ -62,6 +62,7 @@ def test_rounds_and_adaptation_sort_the_texts_of_each_epoch() -> None:
             assert longest_first(epoch, "a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_block_has_less_padding(graphs: bool) -> None:
     """All clients are wide in their first steps and narrow in their last ones."""
@@ -74,6 +75,7 @@ def test_a_block_has_less_padding(graphs: bool) -> None:
     assert real[1] > 1.3 * real[0]
 
 
+@pytest.mark.slow
 def test_blocks_train_as_single_clients() -> None:
     alone = final_params(play(grouped_run(), long_bert(), TEXTS))
     for block, graphs in ((6, None), (4, GraphCache(ReplayingRecorder()))):
@@ -87,6 +89,7 @@ def test_blocks_train_as_single_clients() -> None:
 # ---- engines
 
 
+@pytest.mark.slow
 def test_resumed_run_is_the_same_bit_for_bit() -> None:
     whole = play(grouped_run(), long_bert(), TEXTS)
     rest = play(grouped_run(), long_bert(), TEXTS, server=whole[0].server, start=1)
@@ -95,6 +98,7 @@ def test_resumed_run_is_the_same_bit_for_bit() -> None:
     assert not tensors.equal(final_params(whole), final_params(ungrouped))
 
 
+@pytest.mark.slow
 def test_messages_and_flower_give_the_result_of_a_simulation(tmp_path: Path) -> None:
     run, model = grouped_run(count=2), long_bert()
     plain = final_params(play(run, model, TEXTS))
@@ -103,6 +107,7 @@ def test_messages_and_flower_give_the_result_of_a_simulation(tmp_path: Path) -> 
     assert tensors.equal(plain, list(rounds(run, model, engine))[-1].server.params)
 
 
+@pytest.mark.slow
 def test_recorded_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     pytest.importorskip("rouge_score")
     write_t5(tmp_path / "model")
@@ -175,6 +180,7 @@ def test_dp_sgd_is_refused(privacy: PrivacyConfig) -> None:
         make_private(grouped_run(), long_bert(), sizes, privacy)
 
 
+@pytest.mark.slow
 def test_client_level_privacy_is_accepted() -> None:
     """It hides a whole client, whatever this does with its examples."""
     sizes = {client: len(TEXTS[client].train) for client in TEXTS.clients}

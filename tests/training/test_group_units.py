@@ -76,6 +76,7 @@ def norm(grads: Tensors) -> float:
 # ---- reduction: groups of one example are examples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 3])
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
 def test_groups_of_one_example_are_examples_bit_for_bit(block: int, sampling: Any) -> None:
@@ -161,6 +162,7 @@ def test_a_group_with_a_broken_example_contributes_nothing() -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_empty_draw_has_no_gradient_but_noise() -> None:
     """With one group and a small rate, most draws are empty."""
     hospitals = Hospitals(a=[2] * 40)
@@ -187,6 +189,7 @@ def test_a_group_without_members_that_count_adds_nothing_even_if_its_loss_has_a_
 # ---- drawing
 
 
+@pytest.mark.slow
 def test_a_drawn_group_is_drawn_whole_and_at_the_charged_rate() -> None:
     counts = [1, 9, 2, 4, 1, 1, 3, 2, 2, 5]
     examples, model = patients("a", counts), toy_model()
@@ -224,6 +227,7 @@ def test_a_limit_draws_that_many_members_of_larger_groups(limit: int) -> None:
         assert len(examples.groups[kept].unique()) == 1
 
 
+@pytest.mark.slow
 def test_a_limit_draws_every_member_alike() -> None:
     examples = patients("a", [6, 2])
     counts = np.zeros(8)

@@ -45,6 +45,7 @@ def test_loss_of_a_batch_is_that_of_torch_over_all_tokens() -> None:
     assert torch.allclose(mean, expected)
 
 
+@pytest.mark.slow
 def test_blocks_and_accumulated_batches_average_over_the_same_tokens() -> None:
     alone = ends()
     assert max_difference(alone, ends(block=3)) < 1e-5

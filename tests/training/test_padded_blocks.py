@@ -86,23 +86,27 @@ def test_some_steps_compute_a_client_that_has_finished() -> None:
     assert [(count, few_clients(count, len(SIZES))) for count in active] == [(7, 7), (5, 6), (4, 4), (2, 2), (1, 1)]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_optimizers_train_padded_as_alone(kind: str) -> None:
     """With weight decay and momentum, which would move a finished client without any gradient."""
     check_trains_as_alone(unequal_run(fedavg(), OPTIMIZERS[kind]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_moments_of_finished_clients_are_kept(kind: str) -> None:
     """Clients carry their optimizer into the next round, so moments that went on would show."""
     check_trains_as_alone(unequal_run(local_only(), OPTIMIZERS[kind]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedprox", "scaffold", "feddyn", "moon", "fedper", "fedrep", "fedsam"])
 def test_methods_train_padded_as_alone(name: str) -> None:
     check_trains_as_alone(unequal_run(build(name), SGD()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"epochs": 2}, {"clip": 0.1}, {"accumulate": 2, "batch_size": 3}, {"warmup_steps": 2}],
@@ -112,11 +116,13 @@ def test_options_of_training_apply_to_padded_steps(options: dict[str, Any]) -> N
     check_trains_as_alone(toy_run(fedavg(), 3, AdamW(weight_decay=0.1), LR, **{"batch_size": BATCH, **options}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 3])
 def test_smaller_blocks_train_padded_as_alone(block: int) -> None:
     check_trains_as_alone(unequal_run(fedavg(), AdamW()), block)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
 @pytest.mark.parametrize(("method", "optimizer"), [(fedavg(), SGD(0.9)), (local_only(), AdamW(weight_decay=0.1))])
 def test_private_clients_train_padded_as_alone(method: Method, optimizer: Optimizer, sampling: Any) -> None:
@@ -127,6 +133,7 @@ def test_private_clients_train_padded_as_alone(method: Method, optimizer: Optimi
 # ---- captures
 
 
+@pytest.mark.slow
 def test_run_of_very_unequal_clients_needs_few_captures() -> None:
     """Three of twelve clients per round, in a block: no more than three numbers of clients and four sizes."""
     shares = torch.tensor([900, 240, 130, 61, 47, 33, 20, 9, 5, 3, 2, 1])
@@ -145,6 +152,7 @@ def test_run_of_very_unequal_clients_needs_few_captures() -> None:
         assert len(exact) == 11  # without padding, a client alone has this many shapes
 
 
+@pytest.mark.slow
 def test_round_reports_the_share_of_padding() -> None:
     run = unequal_run(fedavg())
     [eager, *_], _ = played(run, 7)
@@ -162,6 +170,7 @@ def test_round_reports_the_share_of_padding() -> None:
 # ---- texts
 
 
+@pytest.mark.slow
 def test_texts_of_many_lengths_train_padded_as_alone() -> None:
     """With dropout, whose draws depend neither on the padding nor on the other clients."""
     population, ends, captures = TextClients(), [], []
@@ -181,6 +190,7 @@ def test_texts_of_many_lengths_train_padded_as_alone() -> None:
 # ---- blocks of different sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "local-only", "fedsam"])
 def test_smaller_block_uses_the_graphs_of_a_larger_one(name: str) -> None:
     """Seven clients in blocks of five: the last two take the places of the first two of five."""
@@ -203,6 +213,7 @@ class GradientOfTheAnchor(ClientRule):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorded", [False, True])
 def test_point_shared_by_all_clients_fits_those_that_still_train(recorded: bool) -> None:
     run = unequal_run(Method("m", client_rules=(GradientOfTheAnchor(),)))
@@ -211,6 +222,7 @@ def test_point_shared_by_all_clients_fits_those_that_still_train(recorded: bool)
     assert max_difference(together["server"], alone["server"]) < 1e-7
 
 
+@pytest.mark.slow
 def test_larger_block_replaces_a_smaller_one() -> None:
     graphs, ends = GraphCache(ReplayingRecorder()), []
     run, model = unequal_run(fedavg(), SGD(0.9)), Float64Model(toy_model())
@@ -220,6 +232,7 @@ def test_larger_block_replaces_a_smaller_one() -> None:
     assert max_difference(ends[0], ends[2]) == 0  # bit for bit: a leading part computes as a block of its own
 
 
+@pytest.mark.slow
 def test_smaller_private_block_has_its_own_sizes_and_noise() -> None:
     graphs = GraphCache(ReplayingRecorder())
     run = unequal_run(replace(fedavg(), privacy=NOISY), SGD(0.9), 4)

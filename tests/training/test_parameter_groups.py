@@ -151,6 +151,7 @@ def torch_round(run: Run, clients: Clients, start: Tensors, number: int) -> Tens
     return {name: value.detach() for name, value in params.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("optimizer", [AdamW(weight_decay=0.1), SGD(0.9, weight_decay=0.1)], ids=["adamw", "sgd"])
 def test_one_client_equals_torch_bit_for_bit(optimizer: Optimizer, options: dict[str, Any]) -> None:
@@ -166,6 +167,7 @@ def test_one_client_equals_torch_bit_for_bit(optimizer: Optimizer, options: dict
     assert not tensors.equal(plain, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_blocks_of_unequal_clients_equal_single_clients(options: dict[str, Any]) -> None:
     clients = Clients(a=22, b=5, c=11)

@@ -370,6 +370,7 @@ def test_vmap_error_names_what_to_change(clients: int, precision: str, remedy: s
 # ---- a model that torch.vmap does not support
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("clipping", ["auto", "direct"])
 def test_examples_of_a_model_that_vmap_cannot_lift_are_clipped_one_by_one(
     clipping: Any, monkeypatch: pytest.MonkeyPatch

@@ -73,6 +73,7 @@ def train(*rules: ClientRule, block: int = 1, plan: Plan | None = None, **more: 
 # ---- against plain training
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("block", [1, 3])
 @pytest.mark.parametrize("more", [{}, {"clip": 0.3}, {"precision": "bfloat16"}], ids=["plain", "clip", "bfloat16"])
@@ -82,6 +83,7 @@ def test_gradient_at_the_parameters_is_the_plain_one_bit_for_bit(kind: str, bloc
     assert [each.loss for each in one] == [each.loss for each in two]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("block", [1, 3])
 def test_plain_gradient_beside_penalties_and_corrections_is_the_plain_one_bit_for_bit(block: int) -> None:
     """The gradient that a rule asks for includes the penalties of all rules, and their corrections follow."""
@@ -104,6 +106,7 @@ def test_blocks_equal_single_clients() -> None:
     assert max_difference(final_params(one), final_params(train())) > 1e-3
 
 
+@pytest.mark.slow
 def test_every_phase_evaluates_its_own_names() -> None:
     names, head = toy_model().all_names(), frozenset({"head.weight"})
     plan = Plan((Phase(head), Phase(names - head)), up=names, down=names)
@@ -256,6 +259,7 @@ def vit_params(rules: tuple[ClientRule, ...], graphs: GraphCache | None, block: 
     return dict(last.server.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 4])
 def test_replayed_steps_equal_eager_ones(block: int) -> None:
     again = ReplayingRecorder()
@@ -264,6 +268,7 @@ def test_replayed_steps_equal_eager_ones(block: int) -> None:
     assert max_relative_difference(replayed, vit_params((Ahead(),), None, block, steps=5)) < 1e-4
 
 
+@pytest.mark.slow
 def test_compiled_steps_equal_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward passes are compiled: of the evaluation, and of the loss before the step."""
     whole, rule = torch.compile, AtFunction(double)
@@ -272,6 +277,7 @@ def test_compiled_steps_equal_eager_ones(monkeypatch: pytest.MonkeyPatch) -> Non
     assert max_relative_difference(compiled, vit_params((rule,), None, 4, steps=2)) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_blocks_of_a_transformer_equal_single_clients(precision: str) -> None:
     """With the attention and the layers of `transformers`; in bfloat16, up to its rounding."""

@@ -138,6 +138,7 @@ def trained_by_trainer(case: str, run: Run, start: Path, population: OneClient, 
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drops", [False, True], ids=["plain", "dropout"])
 @pytest.mark.parametrize(
     ("case", "accumulate"), [("bert-text", 1), ("bert-text", 2), ("bert-tokens", 1), ("gpt2-lm", 1), ("gpt2-lm", 2)]

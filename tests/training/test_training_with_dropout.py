@@ -77,17 +77,20 @@ def ends(method: Method, block: int = 1, engine: Any = None, **options: Any) -> 
     return {**final_params(played), "losses": torch.tensor([each.loss for each in played])}
 
 
+@pytest.mark.slow
 def test_training_drops_by_default_and_only_then() -> None:
     on, off = ends(fedavg()), ends(fedavg(), dropout=False)
     assert max_difference(on, off) > 1e-3
     assert max_difference(on, ends(fedavg())) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "block"), [("fedsam", 3), ("moon", 3), ("fedavg", 2)])
 def test_blocks_equal_single_clients(method: str, block: int) -> None:
     assert max_difference(ends(build(method)), ends(build(method), block=block)) < 1e-5
 
 
+@pytest.mark.slow
 def test_accumulated_batches_equal_one_large_batch() -> None:
     large, parts = ends(fedavg(), batch_size=4), ends(fedavg(), batch_size=2, accumulate=2)
     assert max_difference(large, parts) < 1e-5
@@ -115,6 +118,7 @@ def test_seeds_come_from_the_key_of_client_round_and_phase(monkeypatch: pytest.M
         assert torch.equal(seeds, example_seeds([key], number, indices)[0])
 
 
+@pytest.mark.slow
 def test_no_seeds_are_made_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[Any] = []
     whole = local_training.iterate_batches
@@ -137,6 +141,7 @@ def test_a_personal_copy_has_the_dropout_of_its_model() -> None:
     assert add_personal_copy(bert()).uses_dropout()
 
 
+@pytest.mark.slow
 def test_resumed_run_draws_the_same_masks() -> None:
     run, model = toy_run(fedavg(), 3, SGD(0.9)), bert()
     whole = play(run, model, POPULATION)
@@ -148,6 +153,7 @@ def make_engine() -> SimulationEngine:
     return SimulationEngine(toy_run(fedavg(), 2, SGD(0.9)), bert(), POPULATION)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers share memory as on Linux")
 def test_worker_processes_draw_the_same_masks() -> None:
     one = make_engine()
@@ -167,6 +173,7 @@ def private_run(clipping: str, microbatch: int | None = None) -> Run:
     return toy_run(Method("private", privacy=settings), 1, SGD(0.9), batch_size=4)
 
 
+@pytest.mark.slow
 def test_per_example_gradients_have_the_masks_of_the_batch() -> None:
     """With a clip that never applies, no noise and full batches, DP-SGD is plain training."""
     population = TextClients()
@@ -179,6 +186,7 @@ def test_per_example_gradients_have_the_masks_of_the_batch() -> None:
         assert max_difference(plain, final_params(play(run, model, population, block=block))) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 3])
 def test_captured_steps_read_the_seeds_from_their_buffer(block: int) -> None:
     """A fake graph, which repeats the work at each replay: it sees only the tensors of the capture."""
@@ -212,6 +220,7 @@ class Watching(ClientRule):
         return None
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("privacy", [None, DPSGDSettings(clip=1.0, noise=0.0)])
 def test_rules_see_the_batch_without_seeds(privacy: DPSGDSettings | None) -> None:
     """So what a rule computes with other parameters, such as MOON's reference features, has no dropout."""

@@ -93,6 +93,7 @@ def check_blocks_train_as_alone(run: Run, blocks: Sequence[int] = (4,), **engine
         assert max(found.values()) < 1e-9, (block, found)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "name", ["fedavg", "fedprox", "scaffold", "feddyn", "fednova", "moon", "fedper", "fedrep", "fedfrozen", "fedadam"]
 )
@@ -103,6 +104,7 @@ def test_methods_train_in_blocks_as_alone(name: str) -> None:
     check_blocks_train_as_alone(make_run(method, 2, optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_carried_optimizers_train_in_blocks_as_alone(kind: str) -> None:
     """Optimizer ages differ, because one client misses a round and another one is a straggler."""
@@ -110,12 +112,14 @@ def test_carried_optimizers_train_in_blocks_as_alone(kind: str) -> None:
     check_blocks_train_as_alone(make_run(local_only(), 3, OPTIMIZERS[kind], epochs=2), availability=availability)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedprox"])
 def test_private_clients_train_in_blocks_as_alone(name: str) -> None:
     """Poisson batches: sizes differ between steps and clients, and some are empty."""
     check_blocks_train_as_alone(make_run(replace(build(name), privacy=NOISY), 2, lr=0.1))
 
 
+@pytest.mark.slow
 def test_private_clients_with_adamw_train_in_blocks_as_alone() -> None:
     check_blocks_train_as_alone(make_run(replace(local_only(), privacy=NOISY), 2, OPTIMIZERS["adamw"]))
 
@@ -145,6 +149,7 @@ def plan_by_client(model: Model, round_info: RoundInfo) -> Plan:
     return share(train, down=model.all_names() - keep, keep=keep)
 
 
+@pytest.mark.slow
 def test_clients_with_different_plans_and_memories_train_in_blocks_as_alone() -> None:
     run = make_run(Method("inertia", plan_by_client, (Inertia(),)), 3, SGD(momentum=0.9))
     check_blocks_train_as_alone(run, blocks=(2, 6), availability=Availability(trace={(0, "c3"): 0.0}))
@@ -154,6 +159,7 @@ def plan_in_two_phases(model: Model, round_info: RoundInfo) -> Plan:
     return Plan((Phase(HEAD, epochs=2), Phase(model.all_names())), up=model.all_names(), down=model.all_names())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_overlapping_phases_train_in_blocks_as_alone(kind: str) -> None:
     check_blocks_train_as_alone(
@@ -161,6 +167,7 @@ def test_overlapping_phases_train_in_blocks_as_alone(kind: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("private", [None, NOISY], ids=["open", "private"])
 def test_each_client_of_a_block_learns_from_its_own_rows(private: DPSGDSettings | None) -> None:
     """Parameters, losses, steps and deltas are those of a single client, in any block order."""

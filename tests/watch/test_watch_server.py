@@ -197,6 +197,7 @@ def test_more_connections_than_allowed_are_closed_at_once(tmp_path: Path, monkey
             connection.close()
 
 
+@pytest.mark.slow
 def test_the_command_prints_one_line_and_ends_with_one_line(tmp_path: Path) -> None:
     write_run(tmp_path, "fedavg", 0)
     command = [sys.executable, "-m", "partita", "watch", str(tmp_path), "--no-browser"]
@@ -211,6 +212,7 @@ def test_the_command_prints_one_line_and_ends_with_one_line(tmp_path: Path) -> N
     assert (child.returncode, out, err) == (130, "", "stopped\n")
 
 
+@pytest.mark.slow
 def test_a_browser_is_opened_where_there_is_a_display(
     tmp_path: Path, run_partita: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +231,7 @@ def test_a_browser_is_opened_where_there_is_a_display(
     assert opened[0].partition("127.0.0.1:")[2].partition("/")[0] in out
 
 
+@pytest.mark.slow
 def test_the_command_names_what_is_wrong(tmp_path: Path, run_partita: Shell) -> None:
     (tmp_path / "file").touch()
     code, _, err = run_partita("watch", tmp_path / "file", "--no-browser")
@@ -243,6 +246,7 @@ def test_the_command_names_what_is_wrong(tmp_path: Path, run_partita: Shell) -> 
     assert err == f"error: port {port} on 127.0.0.1 cannot be used (Address already in use); choose another --port\n"
 
 
+@pytest.mark.slow
 def test_a_hundred_runs_are_answered_quickly(tmp_path: Path) -> None:
     for seed in range(100):
         write_run(tmp_path, "fedavg", seed, rounds=4)

@@ -284,6 +284,7 @@ def test_large_files_are_read_in_several_looks(tmp_path: Path, monkeypatch: pyte
     assert [run["done"] for run in watcher.ask()["runs"]] == [16, 16, 16]
 
 
+@pytest.mark.slow
 def test_a_hundred_runs_are_found_and_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(100):
         write_run(tmp_path, "fedavg", seed, rounds=2)
