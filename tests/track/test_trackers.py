@@ -18,6 +18,8 @@ from shell import Shell
 from track_fixtures import Recorded, read_mlflow, read_tensorboard, read_trackio, read_wandb
 
 from partita.experiment import run_folder
+from partita.experiment.config import parse
+from partita.experiment.runner import start
 from partita.experiment.tracking import RowSender, describe_run, lower_is_better
 from partita.track import to_mlflow
 from partita.track.scalars import Totals, scalars, tables
@@ -93,6 +95,15 @@ def tracked(offline: Path, tmp_path_factory: pytest.TempPathFactory) -> Tracked:
     assert run_folder.saved_rounds(folder) == KILLED
     assert partita("resume", folder) == 0
     return Tracked(folder, list(run_folder.read_rows(folder)))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Tracked:
+    """The rows of such a run, in this process and without trackers."""
+    raw = tomllib.loads(CONFIG)
+    folder = tmp_path_factory.mktemp("lab") / "run"
+    rows = list(start(parse({**raw, "track": {"to": []}}), folder))
+    return Tracked(folder, rows)
 
 
 def expected(run: Tracked) -> Recorded:
@@ -196,7 +207,7 @@ def test_finished_run_is_sent_again_without_doubles(tracked: Tracked, run_partit
     assert read_trackio()[0] == expected(tracked)
 
 
-def test_failed_tracker_gets_the_missed_rows_later(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_tracker_gets_the_missed_rows_later(recorded: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
 
     class Fails:
@@ -213,8 +224,8 @@ def test_failed_tracker_gets_the_missed_rows_later(tracked: Tracked, monkeypatch
             raise OSError("no network at the end")
 
     monkeypatch.setattr("partita.experiment.tracking.find_function", lambda *_: lambda run: Fails())
-    config = tomllib.loads((tracked.folder / "config.toml").read_text())
-    sender = RowSender("tensorboard", config, tracked.folder, tracked.rows)
+    config = tomllib.loads((recorded.folder / "config.toml").read_text())
+    sender = RowSender("tensorboard", config, recorded.folder, recorded.rows)
     with pytest.warns(UserWarning, match=r"the tracker 'tensorboard' failed: OSError: no network; .* partita track"):
         sender.send(ROUNDS)
     with pytest.warns(UserWarning, match="no network at the end"):
@@ -242,6 +253,7 @@ def test_failure_ends_the_command(tracked: Tracked, run_partita: Shell, monkeypa
     assert (code, err) == (1, "error: --to is 'mlfow'; did you mean 'mlflow'?\n")
 
 
+@pytest.mark.slow
 def test_database_that_another_process_creates_is_opened_again(
     tracked: Tracked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
