@@ -6,7 +6,7 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import SMALL_TASK, SMALL_VIT, Clients, ScriptedEngine, final_params, play, toy_model, toy_run
-from hostile_updates import CASES, HOSTILE_CLIENT, HOSTILE_ROUND, Case, HostileEngine
+from hostile_updates import CASES, HOSTILE_CLIENT, HOSTILE_ROUND, Case, HostileEngine, Replies
 
 from partita.core import tensors
 from partita.core.client import ClientError, ClientState, Job
@@ -71,6 +71,7 @@ class FederationAfterOneRound:
     server: Server
     states: dict[str, tuple[int, ClientState]]
     without: Tensors
+    replies: Replies = field(default_factory=Replies)
 
     def engine(self, availability: Availability | None = None) -> SimulationEngine:
         store = MemoryStore()
@@ -79,7 +80,7 @@ class FederationAfterOneRound:
 
     def play(self, case: Case, **settings: object) -> list[RoundResult] | None:
         """Play the remaining rounds; None if the case does not apply, such as a slot case without slots."""
-        engine = HostileEngine(self.engine(), case)
+        engine = HostileEngine(self.engine(), case, self.replies)
         try:
             played = list(rounds(replace(self.run, **settings), self.model, engine, self.server, HOSTILE_ROUND))  # type: ignore[arg-type]
         except Exception:
