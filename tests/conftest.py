@@ -48,6 +48,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_runtest_teardown() -> None:
+    """Give later tests one thread again: a comparison that a test plays in this process gives its runs all cores."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
 # The first call of a torch operation is far slower than the next, so a deadline would fail at random.
 settings.register_profile("partita", deadline=None)
 settings.load_profile("partita")

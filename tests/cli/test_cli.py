@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from helpers import SMALL_VIT
 from shell import Shell
 
-from partita.experiment import builder, run_folder
+from partita.experiment import builder, process_pool, run_folder
 from partita.experiment.compare import expand
 from partita.methods import INDEX
 from partita.storage import atomic_files
@@ -169,10 +170,12 @@ def test_resume_command_continues_a_run_and_run_refuses_to_restart_it(
     assert "holds no run" in err
 
 
-# With two jobs, each process imports torch and transformers again, which is slow.
-@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_compare_command_covers_methods_and_seeds(jobs: int, run_partita: Shell, config: Path, tmp_path: Path) -> None:
+def test_compare_command_covers_methods_and_seeds(
+    jobs: int, run_partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if jobs == 1:  # a thread instead of a process, which would import torch again
+        monkeypatch.setattr(process_pool, "ProcessPoolExecutor", lambda jobs, *_: ThreadPoolExecutor(jobs))
     words = ["compare", "-c", config, "--methods", "fedavg, fedprox(mu=0.5)", "--seeds", 2, "--out", tmp_path / "out"]
     code, out, _ = run_partita(*words, "--set", "rounds=2", "--jobs", jobs, "--json")
     assert code == 0
@@ -180,8 +183,8 @@ def test_compare_command_covers_methods_and_seeds(jobs: int, run_partita: Shell,
     assert [line["label"] for line in lines] == ["fedavg", "fedprox(mu=0.5)"]
     assert [line["seeds"] for line in lines] == [[0, 1], [0, 1]]
     # The second call reuses the finished runs and prints the same.
-    assert run_partita(*words, "--set", "rounds=2", "--json")[:2] == (0, out)
-    code, _, err = run_partita(*words, "--set", "rounds=3")
+    assert run_partita(*words, "--set", "rounds=2", "--jobs", 1, "--json")[:2] == (0, out)
+    code, _, err = run_partita(*words, "--set", "rounds=3", "--jobs", 1)
     assert code == 1
     assert "holds another run: rounds is 2 there and 3 here; replace it with --overwrite" in err
     # A report compares with fedavg, or with the label of --against.

@@ -43,7 +43,8 @@ from partita.testing.trial import states_of
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers share memory as on Linux")
 CLIENTS = Clients(c0=3, c1=9, c2=12, c3=6, c4=5)
 CPU = torch.device("cpu")
-BOTH_START_METHODS = pytest.mark.parametrize("spawn", [False, True], ids=["forks", "new processes"])
+SPAWN = pytest.param(True, id="new processes", marks=pytest.mark.slow)
+BOTH_START_METHODS = pytest.mark.parametrize("spawn", [pytest.param(False, id="forks"), SPAWN])
 
 
 def make_engine(name: str, block: int = 1, lr: float = 0.05) -> SimulationEngine:
@@ -80,7 +81,7 @@ def worker_engine(
             for name in ("fedavg", "scaffold", "fedper", "fedtp", "fedfrozen+moon")
             for block in (1, 2)
         ),
-        *((name, block, True) for name, block in (("fedavg", 1), ("scaffold", 2), ("fedper", 2))),
+        *((name, block, True) for name, block in (("scaffold", 2), ("fedper", 1))),
     ],
 )
 def test_workers_give_the_result_of_one_process(name: str, block: int, spawn: bool) -> None:
@@ -161,7 +162,7 @@ def train_forever(spawn: bool, tell: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spawn", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "new processes"])
+@BOTH_START_METHODS
 def test_workers_end_when_their_parent_is_killed(spawn: bool) -> None:
     hear, tell = os.pipe()
     parent = os.fork()

@@ -172,7 +172,8 @@ def test_comparison_reads_methods_from_files_and_keeps_its_runs(
     config = write_own_code(tmp_path)
     monkeypatch.chdir(tmp_path)
     words = ("compare", "-c", config, "--methods", "fedavg,mine.py:half(share=0.25)", "--seeds", 1, "--json")
-    code, out, _ = run_partita(*words, "--metric", "wrong", "--jobs", 1)
+    words += ("--jobs", 1)
+    code, out, _ = run_partita(*words, "--metric", "wrong")
     assert code == 0
     compared = json.loads(out)
     assert [line["label"] for line in compared["lines"]] == ["fedavg", "half(share=0.25)"]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
-import sys
 from html import unescape
 from pathlib import Path
 
 import pytest
 from helpers import SMALL_TASK, SMALL_VIT
 from report_fixtures import write_run
+from shell import Shell
 
 from partita.experiment.compare import expand
 from partita.experiment.runner import start
@@ -33,7 +34,9 @@ def digests(root: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_commands_on_the_page_repeat_all_runs(tmp_path: Path) -> None:
+def test_commands_on_the_page_repeat_all_runs(
+    tmp_path: Path, run_partita: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tmp_path / "small.toml"
     config.write_text("rounds = 1\n[method]\nname = 'fedavg'" + SMALL_TASK + SMALL_VIT)
     planned = expand(config, (), "fedavg,fedprox(mu=0.1),fedper", 2, tmp_path / "runs")
@@ -42,13 +45,12 @@ def test_commands_on_the_page_repeat_all_runs(tmp_path: Path) -> None:
     text = page([load_run(folder) for folder, _ in planned], tmp_path / "elsewhere" / "page.html").read_text()
     empty = tmp_path / "empty"
     empty.mkdir()
-    # Each command would start a Python of its own. One process runs them all, to save the imports.
-    driver = "import shlex, sys; from partita.cli.main import app; [app(shlex.split(line)[1:], standalone_mode=False) "
-    driver += "for line in sys.stdin.read().splitlines()]"
     script = shell_block(text).replace("partita run", "echo partita run")
     lines = subprocess.run(["sh", "-e", "-c", script], cwd=empty, check=True, capture_output=True, text=True).stdout
     assert len(lines.splitlines()) == 6
-    subprocess.run([sys.executable, "-c", driver], input=lines, cwd=empty, check=True, capture_output=True, text=True)
+    monkeypatch.chdir(empty)
+    for line in lines.splitlines():
+        assert run_partita(*shlex.split(line)[1:])[0] == 0
     assert digests(empty / "again") == digests(tmp_path / "runs")
     assert len(digests(empty / "again")) == 6
 

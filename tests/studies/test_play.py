@@ -103,7 +103,9 @@ def test_a_study_is_killed_and_resumed_while_one_arm_fails(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_study_is_played_again_into_another_folder(tmp_path: Path) -> None:
+def test_a_study_is_played_again_into_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_study(tmp_path)
     (tmp_path / "small.jsonl").write_text("as it is\n")
     words = ("run", "small.toml", "--arms", "fedavg", "--seeds", "0", "--lines", "out/again")
@@ -112,9 +114,10 @@ def test_a_study_is_played_again_into_another_folder(tmp_path: Path) -> None:
     assert process.returncode == 0, output
     [line] = lines(tmp_path / "out" / "again" / "small.jsonl")
     assert (line["arm"], line["seed"]) == ("fedavg", 0)
-    with play(tmp_path, "table", "small.toml", "--lines", "out/again") as process:
-        output, _ = process.communicate(timeout=600)
-    assert "| `fedavg` |" in output
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["play.py", "table", "small.toml", "--lines", "out/again"])
+    cli.main()
+    assert "| `fedavg` |" in capsys.readouterr().out
     assert (tmp_path / "small.jsonl").read_text() == "as it is\n"
     assert not (tmp_path / "small.log").exists()
 

@@ -110,10 +110,16 @@ def test_every_method_and_supported_composition_conforms(name: str) -> None:
 def test_every_method_conforms_in_every_setting(name: str, options: dict[str, Any], optimizer: Any) -> None:
     method = build(name, options)
     if optimizer is None or method.supports_optimizer(optimizer.name):
-        check_method(method, optimizer=optimizer)
+        check_on_small_federation(method, optimizer=optimizer)
     else:
         with pytest.raises(MethodError, match="is derived for sgd"):
-            check_method(method, optimizer=optimizer)
+            check_on_small_federation(method, optimizer=optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedfrozen"])
+def test_default_federation_of_the_check(name: str) -> None:
+    assert check_method(build(name, {})).block_difference < 1e-5
 
 
 def test_fedfrozen_sends_fewer_bytes_than_fedavg() -> None:
