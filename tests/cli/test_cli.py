@@ -170,11 +170,26 @@ def test_resume_command_continues_a_run_and_run_refuses_to_restart_it(
     assert "holds no run" in err
 
 
-@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_compare_command_prints_the_scores_of_each_method(
+    run_partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A thread instead of processes, which would import torch again.
+    monkeypatch.setattr(process_pool, "ProcessPoolExecutor", lambda jobs, *_: ThreadPoolExecutor(jobs))
+    words = ["compare", "-c", config, "--methods", "fedavg, centralized", "--seeds", 1, "--out", tmp_path / "out"]
+    code, out, _ = run_partita(*words, "--set", "rounds=1", "--jobs", 1, "--json")
+    assert code == 0
+    lines = json.loads(out)["lines"]
+    assert [line["label"] for line in lines] == ["fedavg", "centralized"]
+    rows = [json.loads((tmp_path / "out" / line["label"] / "seed-0" / "rows.jsonl").read_text()) for line in lines]
+    assert [line["final"] for line in lines] == [row["test"]["accuracy"] for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", [1, 2])
 def test_compare_command_covers_methods_and_seeds(
     jobs: int, run_partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if jobs == 1:  # a thread instead of a process, which would import torch again
+    if jobs == 1:
         monkeypatch.setattr(process_pool, "ProcessPoolExecutor", lambda jobs, *_: ThreadPoolExecutor(jobs))
     words = ["compare", "-c", config, "--methods", "fedavg, fedprox(mu=0.5)", "--seeds", 2, "--out", tmp_path / "out"]
     code, out, _ = run_partita(*words, "--set", "rounds=2", "--jobs", jobs, "--json")

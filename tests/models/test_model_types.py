@@ -203,7 +203,7 @@ def test_attention_scores_match_the_attention_maps() -> None:
             assert torch.allclose(score, expected, atol=1e-5), (case, layer)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["deberta-v2-text", "t5-text", "swin-image"])
 @pytest.mark.parametrize("method", ["fedfrozen", "safl"])
 def test_fedfrozen_and_safl_conform_on_other_types(case: str, method: str) -> None:

@@ -138,7 +138,7 @@ def test_no_tensor_is_larger_than_a_chunk() -> None:
     assert max(sizes) <= max(3 * WORDS, WORDS * WIDTH, EXAMPLES * TOKENS * WIDTH) < EXAMPLES * TOKENS * WORDS
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 def test_compiled_chunks_equal_plain_ones() -> None:
     """Also where the backward pass runs after the context that compiles, as in training."""
     torch.compiler.reset()
