@@ -65,6 +65,7 @@ def test_importing_partita_imports_no_slow_library() -> None:
     assert slow_imports("import partita; dir(partita)") == set()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "words", ["--help", "run --help", "flower up --help", "--version", "methods", "methods --json", "methods fedprox"]
 )
@@ -72,6 +73,7 @@ def test_help_and_methods_import_no_slow_library(words: str) -> None:
     assert brought_by([*words.split()]) == set()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("words", [f"config -c {EXAMPLES / 'digits.toml'}", "config --schema", "options", "init"])
 def test_options_and_configs_are_known_without_torch(words: str, tmp_path: Path) -> None:
     out = ["--out", tmp_path / "new.toml"] if words == "init" else []
@@ -84,6 +86,7 @@ def test_a_table_is_inspected_without_torch(tmp_path: Path) -> None:
     assert brought_by(["data", tmp_path / "notes.csv"]) == {"numpy", "pyarrow"}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "words",
     [
@@ -105,6 +108,7 @@ def test_paths_and_keys_are_checked_before_torch_is_imported(words: str) -> None
     assert "torch" not in brought_by(words.format(digits=EXAMPLES / "digits.toml").split(), status=1)
 
 
+@pytest.mark.slow
 def test_plan_imports_only_torch() -> None:
     assert brought_by(["plan", "-c", EXAMPLES / "digits.toml"]) == {"torch", "numpy"}
 
