@@ -10,6 +10,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from typing import Any
 from urllib.parse import quote
@@ -111,6 +112,7 @@ def _component(package: Distribution) -> dict[str, Any]:
     return found
 
 
+@cache  # each look at a name or a version reads the package's metadata again
 def _purl(package: Distribution) -> str:
     return f"pkg:pypi/{canonicalize_name(package.name)}@{quote(package.version, safe='')}"
 
