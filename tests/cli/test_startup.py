@@ -139,6 +139,7 @@ method = {{name = "fedavg"}}
 """
 
 
+@pytest.mark.slow
 def test_run_and_site_modules_import_only_torch_numpy_and_flower() -> None:
     both = "import partita.experiment.flower_app, partita.experiment.runner, partita.experiment.preview, partita.report"
     assert slow_imports(both) <= {"torch", "numpy", "flwr", "sympy"}
@@ -151,12 +152,14 @@ def loaded_lazily(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_lazy_package_is_imported_when_it_is_used() -> None:
     code = "import torch\nimport torch\nprint(is_loaded('torch'), 'torch._C' in sys.modules)\n"
     code += "print(int(torch.ones(2).sum()), is_loaded('torch'), type(torch).__name__)"
     assert loaded_lazily(code).split() == ["False", "False", "2", "True", "module"]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("first", ["from torch.nn import functional", "import torch._C", "import torch.utils.data"])
 def test_a_submodule_of_a_lazy_package_exists_once(first: str) -> None:
     code = f"{first}\nimport torch\nname = {first.split()[1]!r}\n"
