@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from partita.core import torch_private
 from partita.core.torch_private import PRIVATE, RecompileLimitError, limit_recompiles, own_parameters
 
 PACKAGE = Path(torch_private.__file__).parent.parent
-IMPORTED = {"Any", "Iterator", "PRIVATE", "annotations", "attrgetter", "contextmanager", "torch"}
+IMPORTED = {"Any", "Callable", "Iterator", "PRIVATE", "annotations", "attrgetter", "contextmanager", "torch"}
 WRAPPED = {"_is_view", "_parameters"}  # private names that are reached from a value, not from torch
 LEFT = [-1.0, 2.0, 3.0]
 RIGHT = [4.0, -5.0, 6.0]
@@ -176,10 +177,22 @@ def test_more_programs_than_the_limit_are_an_error() -> None:
         program(torch.zeros(3))
 
 
+def test_operations_are_those_that_torch_counts() -> None:
+    left, right = torch.ones(3, 4, 5), torch.ones(3, 5, 6)
+    layer = torch.nn.Linear(6, 7)
+
+    def work() -> torch.Tensor:
+        return torch.nn.functional.gelu(layer(left @ right)).sum()
+
+    with FlopCounterMode(display=False) as counter:
+        work()
+    assert torch_private.operations(work) == counter.get_total_flops() == 2 * 3 * 4 * 5 * 6 + 2 * 12 * 6 * 7
+
+
 def test_every_name_has_a_test() -> None:
     others = {"fused_adamw_", "is_view", "is_batchedtensor", "is_gradtrackingtensor", "own_parameters"}
     others |= {"compile_kernel", "limit_recompiles", "RecompileLimitError", "vmap_fallback_warnings"}
-    others |= {"version", "without_vmap", "client_dimension", "end_allocate_to_pool", "release_pool"}
+    others |= {"version", "without_vmap", "client_dimension", "end_allocate_to_pool", "release_pool", "operations"}
     public = {name for name in vars(torch_private) if not name.startswith("_")} - IMPORTED
     assert public | PRIVATE.keys() == {*OUT_OF_PLACE, *IN_PLACE, *others}
 

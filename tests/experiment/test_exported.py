@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from helpers import SMALL_TASK, SMALL_VIT
 
+from partita.experiment import run_folder
 from partita.experiment.builder import build
 from partita.experiment.config import parse
 from partita.experiment.exported import (
-    FILE,
     Base,
     Export,
     ExportError,
@@ -42,10 +42,12 @@ EXPORT = Export(
 
 def written(folder: Path, **changes: Any) -> Path:
     write_export(folder, EXPORT)
-    raw = json.loads((folder / FILE).read_text())
+    raw = json.loads((folder / run_folder.EXPORTED).read_text())
     for key, value in changes.items():
         raw[key] = value
-    (folder / FILE).write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
+    (folder / run_folder.EXPORTED).write_text(
+        json.dumps({key: value for key, value in raw.items() if value is not ...})
+    )
     return folder
 
 
@@ -102,7 +104,7 @@ def test_folder_without_the_file_and_damaged_files_are_refused(tmp_path: Path) -
     with pytest.raises(ExportError, match=r"has no partita\.json; give a folder that 'partita export' wrote"):
         read_export(tmp_path)
     for text in ("", "[]", "nul", '{"format": 1'):
-        (tmp_path / FILE).write_text(text)
+        (tmp_path / run_folder.EXPORTED).write_text(text)
         with pytest.raises(ExportError):
             read_export(tmp_path)
 
