@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from multiprocessing import Pipe
+from multiprocessing import Pipe, forkserver
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -154,6 +154,7 @@ def is_running(pid: int) -> bool:
 
 
 def train_forever(spawn: bool, tell: int) -> None:
+    forkserver._forkserver.__init__()  # type: ignore[attr-defined]  # one of an earlier test belongs to the parent
     make = partial(make_engine, "fedavg")
     engine = MultiprocessEngine(make(), 3, make if spawn else None)
     while True:
