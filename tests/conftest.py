@@ -43,7 +43,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark_other_cases_slow(items, config.args)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.items and not session.config.option.collectonly:
+        # As a run does, which is several times faster on some machines. It imports torch, which is not to count as
+        # time of the first test.
+        from partita.engines.autotune import configure_backends
+
+        configure_backends("auto")
     gc.freeze()
     gc.enable()
 
@@ -58,14 +64,6 @@ def pytest_runtest_teardown() -> None:
 # The first call of a torch operation is far slower than the next, so a deadline would fail at random.
 settings.register_profile("partita", deadline=None)
 settings.load_profile("partita")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def configure_torch_backends() -> None:
-    """Configure torch's backends as a run does, which is several times faster on some machines."""
-    from partita.engines.autotune import configure_backends
-
-    configure_backends("auto")
 
 
 @pytest.fixture(scope="session", autouse=True)
