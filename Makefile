@@ -75,8 +75,8 @@ clean:  ## remove caches and build leftovers; keeps .venv and runs
 	rm -rf build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutate
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Without --no-compile pip compiles tens of thousands of files, few of which are ever imported: it doubles the time. The
-# plan compiles the three thousand that are, also where PYTHONDONTWRITEBYTECODE would make every command compile them.
+# Nothing is compiled during the installation: of tens of thousands of files few are ever imported. The plan compiles those
+# that are, also where PYTHONDONTWRITEBYTECODE would make every command compile them.
 $(READY): pyproject.toml constraints.txt
 	@$(PY) -m pip --version >/dev/null 2>&1 || { \
 	    for python in $(PYTHONS); do \
@@ -90,8 +90,8 @@ $(READY): pyproject.toml constraints.txt
 	    exit 1; \
 	}
 	@$(MAKE) -s $(CONSTRAINTS)
-	@echo "2/4 Installing partita and its tools into $(VENV); the first time this takes a few minutes"
-	@$(PY) -m pip install -qq --no-compile --disable-pip-version-check -e '.[$(INSTALLED)]' -c $(CONSTRAINTS)
+	@echo "2/4 Installing partita and its tools into $(VENV); the first time this takes a minute"
+	@$(PY) scripts/install.py -e '.[$(INSTALLED)]' -c $(CONSTRAINTS)
 	@echo "3/4 Compiling the modules that partita imports"
 	@env -u PYTHONDONTWRITEBYTECODE $(VENV)/bin/partita plan --config examples/digits.toml >/dev/null
 	@touch $@
@@ -101,6 +101,5 @@ RESOLUTION_lowest := lowest-direct
 RESOLUTION_newest := highest
 
 .venv-%/constraints.txt: pyproject.toml
-	@$(PY) -m pip install -qq --disable-pip-version-check uv -c constraints.txt
-	@$(VENV)/bin/uv pip compile -q --python $(PY) --resolution $(RESOLUTION_$*) $(addprefix --extra ,$(EXTRAS) $(EXTRAS_$*)) \
+	@$(PY) scripts/install.py compile --resolution $(RESOLUTION_$*) $(addprefix --extra ,$(EXTRAS) $(EXTRAS_$*)) \
 	    --no-annotate --no-header -o $@ pyproject.toml
