@@ -9,6 +9,10 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3 python3.12 python3.13)
 WORKERS ?= 2
+PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
+FILES :=
+# The commit since when a change is looked at; the last one if empty.
+SINCE ?=
 VERSIONED := cli core data engines methods models  # use other packages most
 # Those that partita needs to run; the tools of the tests and the site may be newer.
 EXTRAS := report data text lora flower privacy track tune
@@ -17,7 +21,7 @@ EXTRAS_lowest := flwr-datasets
 INSTALLED := dev$(addprefix $(comma),$(EXTRAS_$(VERSIONS)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-versions check style types wheel dist tutorials docs docs-test mutate bench format clean
+.PHONY: help demo test test-slow test-all test-versions check style types wheel dist tutorials docs docs-test docs-all mutate bench format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -26,17 +30,21 @@ demo: $(READY)  ## compare three methods on small images, and write a report to 
 	$(VENV)/bin/partita compare --config examples/digits.toml --methods fedavg,fedprox,fedfrozen --seeds 3 \
 	    --out runs/demo --report
 
-test: $(READY)  ## the fast tests
-	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal
+test: $(READY)  ## the fast tests; FILES="tests/core/test_rng.py" only those in these files
+	$(PYTEST) $(FILES)
+
+test-slow: $(READY)  ## the slow tests
+	$(PYTEST) -m slow $(FILES)
 
 test-all: $(READY)  ## the fast and the slow tests
-	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m "slow or not slow"
+	$(PYTEST) -m "slow or not slow" $(FILES)
 
 test-versions: $(READY)  ## some tests with other dependencies: make test-versions VERSIONS=lowest, or VERSIONS=newest
 	$(PY) -m pip freeze --all
-	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -W default $(addprefix tests/,$(VERSIONED))
+	$(PYTEST) -W default $(addprefix tests/,$(VERSIONED))
 
-check: style types test wheel docs docs-test  ## all that CI runs
+check:  ## all that CI runs, with the seconds of each part
+	.ci/run
 
 style: $(READY)  ## format and lint, changing nothing
 	$(VENV)/bin/ruff format --check .
@@ -51,15 +59,20 @@ wheel: $(READY)  ## build sdist and wheel, install them elsewhere, and use them 
 dist: $(READY)  ## the same, and keep both in dist/; with TAG=v0.2.0 they must be that release
 	$(PY) scripts/check_wheel.py --out dist $(if $(TAG),--tag "$(TAG)")
 
-tutorials: $(READY)  ## run the tutorials that changed, as notebooks
+tutorials: $(READY)  ## run the tutorials whose outputs are missing or old, as notebooks
 	$(PY) scripts/tutorials.py --jobs $(WORKERS)
 
-docs: tutorials  ## build the site into site/ and check its links; a warning is an error
+docs: $(READY)  ## build the site into site/ and check its links; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 	$(PY) scripts/check_links.py site
 
-docs-test: $(READY)  ## run every command and snippet of the documentation, from a wheel installed elsewhere
+docs-test: $(READY)  ## run the tutorials and pages of commands that changed, and the first pages of a newcomer
+	$(PY) scripts/tutorials.py --jobs $(WORKERS) --since "$(SINCE)"
+	$(PY) scripts/run_docs.py --jobs $(WORKERS) --since "$(SINCE)"
+
+docs-all: tutorials  ## run all of them, and build the site with the outputs of all tutorials; takes long
 	$(PY) scripts/run_docs.py --jobs $(WORKERS)
+	TUTORIALS=all $(MAKE) docs
 
 mutate: $(READY)  ## break core, training, compression, privacy and methods in every way known, and see that a test fails; takes long
 	$(PY) scripts/mutate.py --jobs $(WORKERS)

@@ -19,8 +19,6 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-
 LOOK = """
 import partita
 from partita.methods import INDEX
@@ -55,8 +53,8 @@ def build(folder: Path) -> Path:
 
 
 def install(package: Path, python: Path, *options: str) -> None:
-    pip = (*PIP, "--python", python, "install", "-qq", "--no-compile", "-c", ROOT / "constraints.txt")
-    run(*pip, *options, package, cwd=python.parent)
+    command = (sys.executable, ROOT / "scripts" / "install.py", "--python", python, "-c", ROOT / "constraints.txt")
+    run(*command, *options, package, cwd=python.parent)
 
 
 def use(python: Path, version: str) -> None:
@@ -106,7 +104,7 @@ def main() -> None:
         venv.create(folder / "environment")
         python = folder / "environment" / "bin" / "python"
         print(f"Installing {sdist.name} and its dependencies elsewhere", flush=True)
-        install(sdist, python)  # pip builds it with only what pyproject.toml requires for building
+        install(sdist, python)  # built with only what pyproject.toml requires for it
         use(python, version)
         print(f"Installing {wheel.name} in its place", flush=True)
         install(wheel, python, "--no-deps", "--force-reinstall")

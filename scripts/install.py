@@ -1,11 +1,13 @@
 """Install packages with uv, which takes a third of pip's time, from where pip is configured to look for them.
 
-The arguments are those of `pip install`; `python scripts/install.py compile ...` are those of `uv pip compile`. Where uv
-cannot be installed, or fails, pip does the work.
+The arguments are those of `pip install`; after `compile`, those of `uv pip compile`. Where uv cannot be installed, or
+fails, pip does the work.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import os
 import subprocess
 import sys
@@ -37,11 +39,9 @@ def settings() -> dict[str, str]:
 
 def with_uv(*arguments: str) -> bool:
     """Run `uv pip`, and return whether it succeeded."""
-    try:
-        import uv  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        made = subprocess.run([*PIP, "install", "-qq", "--no-compile", "-c", CONSTRAINTS, "uv"], stderr=subprocess.DEVNULL)
-        if made.returncode:
+    if importlib.util.find_spec("uv") is None:
+        command = (*PIP, "install", "-qq", "--no-compile", "-c", str(CONSTRAINTS), "uv")
+        if subprocess.run(command, stderr=subprocess.DEVNULL).returncode:
             return False
     try:
         environment = {**os.environ, **settings()}
@@ -50,22 +50,18 @@ def with_uv(*arguments: str) -> bool:
     return not subprocess.run([sys.executable, "-m", "uv", "pip", *arguments], env=environment).returncode
 
 
-def install(*arguments: str, python: Path | str = sys.executable) -> None:
-    """Install into the environment of an interpreter.
-
-    Raises:
-        CalledProcessError: If neither uv nor pip can.
-    """
-    if with_uv("install", "-q", "--python", str(python), *arguments):
-        return
-    print("uv cannot do it here; pip takes longer", flush=True)
-    subprocess.run([*PIP, "--python", str(python), "install", "-qq", "--no-compile", *arguments], check=True)
+def main() -> None:
+    """Install, with uv if it can be, and exit with 1 if nothing can."""
+    parser = argparse.ArgumentParser(description="Install packages with uv, or else with pip.", allow_abbrev=False)
+    parser.add_argument("--python", default=sys.executable, help="the interpreter of the environment to install into")
+    options, arguments = parser.parse_known_args()
+    if arguments[:1] == ["compile"]:
+        sys.exit(not with_uv("compile", "-q", "--python", options.python, *arguments[1:]))
+    if not with_uv("install", "-q", "--python", options.python, *arguments):
+        print("uv cannot do it here; pip takes longer", flush=True)
+        pip = (*PIP, "--python", options.python, "install", "-qq", "--no-compile")
+        sys.exit(subprocess.run([*pip, *arguments]).returncode)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["compile"]:
-        sys.exit(not with_uv("compile", "-q", "--python", sys.executable, *sys.argv[2:]))
-    try:
-        install(*sys.argv[1:])
-    except subprocess.CalledProcessError as error:
-        sys.exit(error.returncode)
+    main()

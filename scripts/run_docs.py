@@ -39,10 +39,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import check_wheel
+from changed import changed, concerned
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "src/partita/methods/*.md", "src/partita/compression/*.md")
+DOORS = ("README.md", "docs/guide/getting-started.md", "docs/index.md")  # a newcomer's way in, run with every change
 CLONED = ("examples", "studies")
 LONGEST = 1200.0  # seconds for one command
 PAGE_FOLDER = "PARTITA_DOCS_PAGE"  # an environment variable by which a page's processes are found
@@ -396,7 +398,6 @@ def install(folder: Path) -> dict[str, str]:
         **kept,
         "VIRTUAL_ENV": str(home),
         "PATH": os.pathsep.join([str(home / "bin"), *others]),
-        "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),  # an environment in use is compiled; this one may not be
         "HF_HUB_OFFLINE": "1",  # a command that downloads something belongs in SKIPPED
     }
 
@@ -413,6 +414,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Run every command of the documentation.")
     parser.add_argument("pages", nargs="*", help="patterns of page names; default: all pages")
     parser.add_argument("--jobs", type=int, default=2, help="pages that run at the same time")
+    parser.add_argument(
+        "--since", metavar="COMMIT", help="only pages that changed since then, and a newcomer's; '': the last commit"
+    )
     parser.add_argument("--list", action="store_true", help="only list what would run")
     options = parser.parse_args()
     try:
@@ -420,6 +424,10 @@ def main() -> None:
     except DocsError as error:
         sys.exit(f"error: {error}")
     patterns = options.pages or ["*"]
+    if options.since is not None:
+        pages = {step.page: None for step in planned}
+        patterns = [*DOORS, *concerned(pages, changed(options.since))]
+        print(f"of {len(pages)} pages, those that changed and a newcomer's: {len({*patterns} & {*pages})}")
     wanted = [step for step in planned if any(fnmatch(step.page, each) for each in patterns)]
     skips, shorter = (
         [(step, why) for step, why in some if any(fnmatch(step.page, each) for each in patterns)]

@@ -8,6 +8,7 @@ a config, puts that file into the site.
 from __future__ import annotations
 
 import html
+import os
 import posixpath
 import re
 import sys
@@ -175,7 +176,15 @@ def with_cells(page: str) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Write out the patterns in the navigation, such as `methods/*.md`: the pages that no other entry names."""
+    """Write out the patterns in the navigation, such as `methods/*.md`: the pages that no other entry names.
+
+    Raises:
+        PluginError: If the outputs of all tutorials must be there (`TUTORIALS=all`) and are not.
+    """
+    try:
+        print(tutorials.describe(os.environ.get("TUTORIALS") == "all"), file=sys.stderr)
+    except tutorials.TutorialError as error:
+        raise PluginError(str(error)) from None
     uris = set(sources()) - set(leaves(config["nav"]))
     config["nav"] = [entry for raw in config["nav"] for entry in _expanded(raw, sorted(uris))]
     return config

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from changed import changed, concerned
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
@@ -105,6 +106,11 @@ def digest_of(name: str) -> str:
     return hashlib.sha256(f"{package_digest()}\n{(PAGES / f'{name}.md').read_text()}".encode()).hexdigest()
 
 
+def page_digest(name: str) -> str:
+    """Return a digest of the page alone."""
+    return hashlib.sha256((PAGES / f"{name}.md").read_bytes()).hexdigest()
+
+
 def execute(name: str) -> str:
     """Run a tutorial, unless nothing has changed since it was run. Return what happened.
 
@@ -112,7 +118,7 @@ def execute(name: str) -> str:
         TutorialError: If a cell fails.
     """
     started, path = time.monotonic(), DONE / f"{name}.ipynb"
-    if path.exists() and nbformat.read(path, as_version=4).metadata.get("digest") == digest_of(name):
+    if state(name) == "new":
         return f"same   {name}"
     made = notebook((PAGES / f"{name}.md").read_text())
     with tempfile.TemporaryDirectory(prefix="partita-tutorial-") as folder:
@@ -138,7 +144,7 @@ def execute(name: str) -> str:
         except CellExecutionError as error:
             raise TutorialError(f"docs/tutorials/{name}.md: {COLORS.sub('', str(error))}") from None
         hide(made, folder)
-    made.metadata["digest"] = digest_of(name)
+    made.metadata["digest"], made.metadata["page"] = digest_of(name), page_digest(name)
     DONE.mkdir(parents=True, exist_ok=True)
     nbformat.write(made, path)
     return f"ran    {name}: {time.monotonic() - started:.0f} s"
@@ -156,17 +162,40 @@ def hide(made: Any, folder: str) -> None:
 # ---- for the site
 
 
-def executed(name: str) -> Any:
-    """Return the executed notebook.
+def state(name: str) -> str:
+    """Return how old the outputs are: "new", "old" if only the package has changed since, or "none"."""
+    path = DONE / f"{name}.ipynb"
+    said = nbformat.read(path, as_version=4).metadata if path.exists() else {}
+    if said.get("digest") == digest_of(name):
+        return "new"
+    return "old" if said.get("page") == page_digest(name) else "none"
+
+
+def describe(every: bool) -> str:
+    """Return in one line which outputs the site has.
+
+    Args:
+        every: Whether all must be there and up to date, as before a release.
 
     Raises:
-        TutorialError: If the tutorial was not run since it was changed.
+        TutorialError: If they must and are not.
     """
-    path = DONE / f"{name}.ipynb"
-    made = nbformat.read(path, as_version=4) if path.exists() else None
-    if made is None or made.metadata.get("digest") != digest_of(name):
-        raise TutorialError(f"the tutorial {name} was not run since it or the package changed; run: make tutorials")
-    return made
+    states = {name: state(name) for name in names()}
+    late = [name for name in states if states[name] != "new"]
+    if late and every:
+        raise TutorialError(f"not run since they or the package changed: {', '.join(late)}; run: make tutorials")
+    said = {"old": "with outputs of an earlier version", "none": "without outputs"}
+    parts = [
+        f"{what}: {', '.join(found)}" for key, what in said.items() if (found := [n for n in late if states[n] == key])
+    ]
+    return f"Tutorials {'; '.join(parts)}. `make tutorials` runs them." if parts else "Tutorials: all outputs are new."
+
+
+def executed(name: str) -> Any:
+    """Return the notebook, with its outputs unless the page has changed since it was run."""
+    if state(name) == "none":
+        return notebook((PAGES / f"{name}.md").read_text())
+    return nbformat.read(DONE / f"{name}.ipynb", as_version=4)
 
 
 def attachments(name: str) -> dict[str, bytes]:
@@ -211,12 +240,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Run the tutorials as notebooks.")
     parser.add_argument("names", nargs="*", help="tutorials; default: all")
     parser.add_argument("--jobs", type=int, default=2, help="tutorials that run at the same time")
+    parser.add_argument("--since", metavar="COMMIT", help="only those whose page changed since; '': the last commit")
     options = parser.parse_args()
     if unknown := set(options.names) - set(names()):
         sys.exit(f"error: there is no tutorial {', '.join(sorted(unknown))}; there are {', '.join(names())}")
+    wanted = options.names or names()
+    if options.since is not None:
+        pages = {str((PAGES / f"{name}.md").relative_to(ROOT)): name for name in wanted}
+        wanted = [pages[page] for page in concerned(pages, changed(options.since))]
+        print(f"of {len(pages)} tutorials, those that changed: {', '.join(wanted) or 'none'}")
     started = time.monotonic()
     with ThreadPoolExecutor(options.jobs) as pool:
-        running = [pool.submit(execute, name) for name in options.names or names()]
+        running = [pool.submit(execute, name) for name in wanted]
         failures = []
         for each in running:
             try:

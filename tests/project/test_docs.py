@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +15,7 @@ import typer
 from partita.cli.main import app
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "scripts"))  # as when run_docs.py is run
-run_docs = import_module("run_docs")
+run_docs, changes = import_module("run_docs"), import_module("changed")
 
 PAGE = """# A page
 
@@ -135,6 +136,39 @@ def test_exceptions_skip_or_shorten_and_must_match() -> None:
     for stale in (run_docs.NotAsWritten("*.md", "flwr", ""), run_docs.NotAsWritten("b.md", "make", "")):
         with pytest.raises(run_docs.DocsError, match=r"no command of .* begins with"):
             run_docs.arrange(steps, [skip, stale], [])
+
+
+def test_a_change_concerns_the_pages_that_it_touches_and_names(tmp_path: Path) -> None:
+    pages = {"a.md": "`examples/x.toml`", "src/partita/methods/m.md": "", "b.md": "see src/partita/core/plan.py"}
+    for name, text in pages.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for touched, expected in [
+        ({"b.md"}, ["b.md"]),
+        ({"examples/x.toml"}, ["a.md"]),
+        ({"src/partita/methods/m.py"}, ["src/partita/methods/m.md"]),
+        ({"src/partita/core/plan.py"}, []),
+        (None, []),
+    ]:
+        assert changes.concerned(pages, touched, tmp_path) == expected
+
+
+def test_changes_are_those_since_a_commit_and_those_not_committed(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    assert changes.changed(root=tmp_path) is None
+    git("init", "--quiet")
+    for name in ("one", "two", "three"):
+        (tmp_path / name).write_text("")
+        git("add", name)
+        git("commit", "--quiet", "--message", name)
+    (tmp_path / "new").write_text("")
+    (tmp_path / "one").write_text("changed")
+    assert changes.changed(root=tmp_path) == {"one", "three", "new"}
+    assert changes.changed("HEAD~2", tmp_path) == {"one", "two", "three", "new"}
+    assert changes.changed("0" * 40, tmp_path) == {"one", "three", "new"}, "what a new branch has before it"
 
 
 def test_partita_commands_of_all_pages_have_known_options() -> None:

@@ -132,9 +132,12 @@ def test_outputs_are_under_their_cells(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(tutorials, "DONE", tmp_path)
     (tmp_path / "a.md").write_text(TUTORIAL)
     made = tutorials.notebook(TUTORIAL)
+    assert tutorials.describe(every=False) == "Tutorials without outputs: a. `make tutorials` runs them."
     with pytest.raises(tutorials.TutorialError, match="make tutorials"):
-        tutorials.woven("a")
-    made.metadata["digest"] = tutorials.digest_of("a")
+        tutorials.describe(every=True)
+    assert "```sh\npartita ls\n```" in tutorials.woven("a")
+    assert set(tutorials.attachments("a")) == {"a.ipynb"}
+    made.metadata["digest"], made.metadata["page"] = tutorials.digest_of("a"), tutorials.page_digest("a")
     new = tutorials.nbformat.v4.new_output
     made.cells[1].outputs = [new("stream", name="stdout", text="a list of runs\n")]
     made.cells[3].outputs = [new("display_data", data={"image/png": "cGljdHVyZQ==", "text/plain": "<Figure>"})]
@@ -143,9 +146,13 @@ def test_outputs_are_under_their_cells(tmp_path: Path, monkeypatch: pytest.Monke
     assert text.index("partita ls") < text.index("a list of runs") < text.index("a.toml") < text.index("![A line]")
     assert "<Figure>" not in text
     assert tutorials.attachments("a")["a-3-0.png"] == b"picture"
+    assert tutorials.describe(every=True) == "Tutorials: all outputs are new."
+    monkeypatch.setattr(tutorials, "package_digest", lambda: "of another version")
+    assert tutorials.state("a") == "old"
+    assert tutorials.woven("a") == text, "outputs of an earlier version are shown"
     (tmp_path / "a.md").write_text(TUTORIAL + "more")
-    with pytest.raises(tutorials.TutorialError, match="changed"):
-        tutorials.woven("a")
+    assert tutorials.state("a") == "none"
+    assert "a list of runs" not in tutorials.woven("a")
 
 
 def test_there_are_six_short_tutorials_and_every_figure_has_a_text() -> None:
