@@ -26,9 +26,9 @@ INSTALLED := dev$(addprefix $(comma),$(EXTRAS_$(VERSIONS)))
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
-demo: $(READY)  ## compare three methods on small images, and write a report to runs/demo
+demo: $(READY)  ## compare three methods on small images, in about a minute, and write a report to runs/demo
 	$(VENV)/bin/partita compare --config examples/digits.toml --methods fedavg,fedprox,fedfrozen --seeds 3 \
-	    --out runs/demo --report
+	    --rounds 15 --out runs/demo --report
 
 test: $(READY)  ## the fast tests; FILES="tests/core/test_rng.py" only those in these files
 	$(PYTEST) $(FILES)
