@@ -74,7 +74,7 @@ docs-all: tutorials  ## run all of them, and build the site with the outputs of 
 	$(PY) scripts/run_docs.py --jobs $(WORKERS)
 	TUTORIALS=all $(MAKE) docs
 
-mutate: $(READY)  ## break core, training, compression, privacy and methods in every way known, and see that a test fails; takes long
+mutate: $(READY)  ## break the code in every way known, and see that tests fail; takes hours
 	$(PY) scripts/mutate.py --jobs $(WORKERS)
 
 bench: $(READY)  ## the speed benchmarks
@@ -85,7 +85,7 @@ format: $(READY)  ## format, and mend what the linter can
 	$(VENV)/bin/ruff check --fix .
 
 clean:  ## remove caches and build leftovers; keeps .venv and runs
-	rm -rf build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutate
+	rm -rf build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Nothing is compiled during the installation: of tens of thousands of files few are ever imported. The plan compiles those

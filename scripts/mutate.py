@@ -1,245 +1,263 @@
-"""Break the core, the privacy code and every method on purpose, one small mutant at a time: does a test notice?
+"""Break the code on purpose, one small mutant at a time: does a test notice?
 
-A mutant that all tests pass is a survivor: either a test is missing, or the mutant computes the same. survivors.py says
-which, and why. Exit status 1 if there is a survivor without a reason, or a reason without a survivor.
+The tests that could notice are run once, to see which lines each runs. A mutant is put to those that run its statement,
+in a process that is forked from one that has loaded torch. One that passes them all is a survivor: a test is missing,
+or it computes the same. Exit status 1 if fewer than FLOOR of a folder's mutants are killed.
 """
 
-from __future__ import annotations
-
 import argparse
-import importlib
+import ast
+import importlib.machinery
+import json
 import os
 import random
+import re
+import resource
+import signal
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from coverage_by_test import Trace, tests_for
-from kept import keep, key_of, recall
-from mutants import Mutant, Spot, mutants
-from mutation_tests import known, tests_of
-from survivors import ANY, EQUIVALENT, UNCOVERED
-from trials import PACKAGE, ROOT, Outcome, Trial, module_of, outcomes, preload
+import pytest
 
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "partita"
+FOLDERS = ("core", "training", "storage", "compression", "methods", "privacy", "secure_aggregation")
+# Two compute on a GPU only, and two are held by the tests of all methods.
+LEFT_OUT = ("training/cuda_graphs.py", "training/compilation.py", "methods/cards.py", "methods/__init__.py")
+FLOOR = 0.85  # of the mutants of a folder; about one in ten computes the same, or is in what no test can reach
+MOST_FILES = 5  # of tests for one file
+MOST_TRACED, ENOUGH = 60.0, 30.0  # seconds of tests: of one file, while lines are recorded; and for a mutant
+CONFORMANCE = "tests/testing/test_conformance.py::test_every_method_and_supported_composition_conforms"
+HEAVY = ("torch", "opacus", "dp_accounting.pld", "sklearn", "sympy", "transformers.models.vit.modeling_vit")
 
-@dataclass(frozen=True)
-class Row:
-    file: str
-    mutants: int
-    killed: int
-    equivalent: int
-    uncovered: int  # survived, and survivors.py says why no test notices
-    survived: int  # without a reason
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """`whole`: every mutant of these files was tried, so a reason that fits none of them is out of date."""
-
-    files: Sequence[str]
-    tried: Sequence[Mutant]
-    passed: Sequence[Mutant]
-    equivalent: Mapping[Spot, str]
-    uncovered: Mapping[Spot, str]
-    whole: bool = True
-
-    def survivors(self) -> list[Mutant]:
-        """Those without a reason."""
-        return [each for each in self.passed if not explained(each, {**self.equivalent, **self.uncovered})]
-
-    def rows(self) -> list[Row]:
-        excused = [each for each in self.passed if explained(each, self.equivalent)]
-        parts = (self.tried, self.passed, self.survivors(), excused)
-        made, passed, survived, equal = (Counter(each.file for each in part) for part in parts)
-        return [
-            Row(
-                file,
-                made[file],
-                made[file] - passed[file],
-                equal[file],
-                passed[file] - equal[file] - survived[file],
-                survived[file],
-            )
-            for file in self.files
-        ]
-
-    def total(self) -> Row:
-        rows = self.rows()
-        return Row("all", *(sum(getattr(row, each.name) for row in rows) for each in fields(Row)[1:]))
-
-    def empty(self) -> list[str]:
-        return [row.file for row in self.rows() if not row.mutants]
-
-    def problems(self) -> list[str]:
-        found = [describe(each) for each in self.survivors()]
-        if self.whole:
-            for row in self.rows():
-                if row.mutants and not row.killed:
-                    found.append(f"{row.file}: not one of its mutants was killed; is it tested at all?")
-        alive, tried = ({spot for each in some for spot in spots(each)} for some in (self.passed, self.tried))
-        for spot in (*self.equivalent, *self.uncovered):
-            file, text, change = spot
-            if spot not in alive and (spot in tried or (self.whole and file in self.files)):
-                found.append(f"{file}: survivors.py explains {change}   in: {text}   but no such mutant survives")
-        return found
+SWAPPED: dict[type, type] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
+RIGHT_ALONE = (ast.Add, ast.Mult, ast.BitOr, ast.BitAnd)
+OTHERS = "Lt GtE LtE; LtE Gt Lt; Gt LtE GtE; GtE Lt Gt; Eq NotEq; NotEq Eq; In NotIn; NotIn In; Is IsNot; IsNot Is; "
+OTHERS += "min max; max min; any all; all any; floor ceil; ceil floor; minimum maximum; maximum minimum"
+NAMESAKES = {words[0]: words[1:] for words in map(str.split, OTHERS.split(";"))}
+# zip(strict=True) guards against what does not happen, and on a CPU the others change nothing.
+WITHOUT_EFFECT = ("strict", "non_blocking", "device")
+BODIES = {ast.FunctionDef: "body", ast.ClassDef: "body", ast.Lambda: "body", ast.AnnAssign: "value"}  # all that counts
+PLAIN = ("-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "slow or not slow")
 
 
-def spots(mutant: Mutant) -> tuple[Spot, Spot]:
-    """What a reason may name: the mutant, or whatever is changed in its line."""
-    return mutant.spot, (mutant.file, mutant.text, ANY)
+class Mutant(NamedTuple):
+    """A copy of a file with one thing computed otherwise."""
+
+    file: str  # below src/partita
+    line: int
+    change: str
+    source: str  # of the whole file
+    lines: range  # of the statement, up to the change
 
 
-def explained(mutant: Mutant, reasons: Mapping[Spot, str]) -> bool:
-    return any(spot in reasons for spot in spots(mutant))
+def mutants(file: str, source: str) -> Iterator[Mutant]:
+    """Return all mutants of a source."""
+    tree = ast.parse(source)
+    statements = [each for each in ast.walk(tree) if isinstance(each, ast.stmt)]
+    for old, new in (pair for node in computing(tree) for pair in changes(node)):
+        line, change = old.lineno, f"{ast.unparse(old)} -> {ast.unparse(new)}"
+        start = max(each.lineno for each in statements if each.lineno <= line <= (each.end_lineno or 0))
+        yield Mutant(file, line, change, splice(source, old, new), range(start, line + 1))
 
 
-def describe(mutant: Mutant) -> str:
-    return f"{mutant.file}:{mutant.line}: {mutant.change}   in: {mutant.text}"
+def splice(source: str, old: Any, new: ast.AST) -> str:
+    """Return the source with one node written anew; columns are counted in bytes."""
+    lines, written = source.encode().splitlines(keepends=True), ast.unparse(new)
+    before = b"".join(lines[: old.lineno - 1]) + lines[old.lineno - 1][: old.col_offset]
+    after = lines[old.end_lineno - 1][old.end_col_offset :] + b"".join(lines[old.end_lineno :])
+    return (before + (written if isinstance(new, ast.stmt) else f"({written})").encode() + after).decode()
 
 
-def markdown(verdict: Verdict) -> str:
-    names = [each.name for each in fields(Row)]
-    lines = [names, ["---", *["--:"] * (len(names) - 1)]]
-    lines += [[str(value) for value in astuple(row)] for row in (*verdict.rows(), verdict.total())]
-    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    if verdict.empty():
-        text += f"\n\nNothing to mutate in: {', '.join(verdict.empty())}."
-    if problems := verdict.problems():
-        text += "\n\n" + "\n".join(f"- `{problem}`" for problem in problems)
-    return text
+def computing(node: Any) -> Iterator[ast.AST]:
+    """Yield what results rest on: not annotations, defaults, decorators and constants, nor what raises an error."""
+    named = isinstance(node, ast.Assign) and all(isinstance(to, ast.Name) and to.id.isupper() for to in node.targets)
+    if named or isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr) or getattr(node, "arg", "") in WITHOUT_EFFECT:
+        return
+    parts = getattr(node, BODIES[type(node)]) if type(node) in BODIES else list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
+        parts = node.orelse
+    else:
+        yield node
+    for part in parts if isinstance(parts, list) else [parts]:
+        if part and not (isinstance(node, ast.ClassDef) and isinstance(part, ast.AnnAssign)):
+            yield from computing(part)
 
 
-def show(verdict: Verdict) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_footer=True)
-    for each in fields(Row):
-        number = each.name != "file"
-        table.add_column(each.name, str(getattr(verdict.total(), each.name)), justify="right" if number else "left")
-    for row in verdict.rows():
-        table.add_row(*map(str, astuple(row)))
-    Console().print(table)
-    if verdict.empty():
-        print(f"Nothing to mutate in: {', '.join(verdict.empty())}.")
-    for problem in verdict.problems():
-        print(problem)
-
-
-def follow(found: Iterable[Outcome], count: int, what: str) -> Iterator[Outcome]:
-    """With a progress bar if someone is looking. It has no thread of its own, which a fork would lose."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, auto_refresh=False, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(what, total=count)
-        for each in found:
-            progress.update(bar, advance=1, refresh=True)
-            yield each
-
-
-def trace(files: Sequence[str], jobs: int) -> dict[str, dict[str, Trace]]:
-    """By file, the tests that hold it, with their times and lines. All must pass as long as nothing is broken."""
-    held = {file: tests_of(file) for file in files}
-    for file, tests in held.items():
-        if not tests:
-            sys.exit(f"no test holds {file}; write one, and name it in scripts/mutation_tests.py")
-    found: dict[str, Mapping[str, Trace]] = {}
-    missing = []
-    for test in dict.fromkeys(test for file in files for test in held[file]):
-        if (kept := recall(key_of("trace", [test]))) is not None:
-            found[test] = {name: Trace(*each) for name, each in kept.items()}
-        else:
-            missing.append(Trial((test,), traced=tuple(known())))
-    for each in follow(outcomes(missing, jobs), len(missing), "unbroken"):
-        [test] = each.trial.tests
-        if not each.passed:
-            sys.exit(f"{each.said}\n{test} fails without any mutation; mend that first")
-        found[test] = each.traces
-        keep(key_of("trace", [test]), each.traces)
-    return {file: {name: one for test in held[file] for name, one in found[test].items()} for file in files}
+def changes(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield pairs of a part as it is and as it is not."""
+    for test in getattr(node, "ifs", [getattr(node, "test", None)]):
+        if isinstance(test, ast.expr) and not isinstance(test, ast.Compare | ast.BoolOp | ast.UnaryOp | ast.Constant):
+            yield test, ast.UnaryOp(ast.Not(), test)  # those have mutants of their own
+    match node:
+        case ast.Expr(ast.Call() as call):
+            yield call, ast.Constant(None)
+        case ast.BinOp(op=ast.Div(), right=ast.Constant(value=str()) | ast.JoinedStr()):
+            pass  # a step of a key's path: any other word names a stream of draws as good
+        case ast.BinOp(left, op, right):
+            if type(op) in SWAPPED:
+                yield node, ast.BinOp(left, SWAPPED[type(op)](), right)
+            if isinstance(op, (*RIGHT_ALONE, ast.Sub, ast.Div)):
+                yield node, left
+            if isinstance(op, RIGHT_ALONE) and ast.dump(left) != ast.dump(right):
+                yield node, right
+        case ast.AugAssign(target, op, value) if type(op) in SWAPPED:
+            yield node, ast.AugAssign(target, SWAPPED[type(op)](), value)
+        case ast.UnaryOp(ast.USub() | ast.Not() | ast.Invert(), operand):
+            yield node, operand
+        case ast.BoolOp(op, values):
+            for index in range(len(values)):
+                rest = values[:index] + values[index + 1 :]
+                yield node, (ast.BoolOp(op, rest) if len(rest) > 1 else rest[0])
+        case ast.Compare(left, ops, comparators):
+            for index, old in enumerate(ops):
+                for new in NAMESAKES[type(old).__name__]:
+                    yield node, ast.Compare(left, [*ops[:index], getattr(ast, new)(), *ops[index + 1 :]], comparators)
+        case ast.Call(func, positional, keywords):
+            before, dot, name = ast.unparse(func).rpartition(".")
+            for other in NAMESAKES.get(name, ()):
+                yield node, ast.Call(ast.Name(before + dot + other), positional, keywords)
+            for index, keyword in enumerate(keywords):
+                if keyword.arg not in (None, *WITHOUT_EFFECT):
+                    yield node, ast.Call(func, positional, keywords[:index] + keywords[index + 1 :])
+        case ast.Constant(value=bool() | int() | float() as value):
+            yield node, ast.Constant(not value if isinstance(value, bool) else value + 1)
 
 
-def outlast(tried: Sequence[Mutant], traces: Mapping[str, Trace], jobs: int) -> list[Mutant]:
-    """The survivors. Those that pass a few tests are put to the others; what no test runs survives at once."""
-    chosen = {mutant: tests_for(mutant, traces) for mutant in tried}
-    left = list(tried)
-    for stage, what in enumerate(("mutants", "those left")):
-        trials = []
-        for mutant in left:
-            if tests := chosen[mutant][stage]:
-                limits = {test: 5 + 5 * traces[test].seconds for test in tests}
-                trials.append(Trial(tuple(tests), mutant.file, mutant.source, limits, mutant))
-        killed = {trial.mutant for trial, passed in judge(trials, jobs, what) if not passed}
-        left = [mutant for mutant in left if mutant not in killed]
-    return left
+def tests_of(file: str) -> list[str]:
+    """Return tests that use a module, or else its users: of its name, in its folder, or that use few others first."""
+    part, name = file.removesuffix(".py").split("/")
+    uses = re.compile(rf"partita\.{part}\.{name}\b|from partita\.{part} import [^\n]*\b{name}\b")
+    users = [path.stem for path in PACKAGE.rglob("*.py") if uses.search(path.read_text(encoding="utf-8"))]
+    through = re.compile(rf"from partita\.\w+\.({'|'.join([name, *users])}) import")
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    found = [path for path in texts if uses.search(texts[path])] or list(
+        filter(lambda p: through.search(texts[p]), texts)
+    )
+    found.sort(key=lambda p: (p.stem != f"test_{name}", p.parent.name != part, texts[p].count("from partita")))
+    methods = re.findall(rf'"([\w-]+)": "partita\.{part}\.{name}:', (PACKAGE / "methods/__init__.py").read_text())
+    return [str(path.relative_to(ROOT)) for path in found[:MOST_FILES]] + [f"{CONFORMANCE}[{each}]" for each in methods]
 
 
-def judge(trials: Sequence[Trial], jobs: int, what: str) -> Iterator[tuple[Trial, bool]]:
-    """Whether each passes. What is known from before is not tried again."""
-    new = []
-    for trial in trials:
-        passed = recall(key_of(trial.source, trial.tests))
-        if passed is None:
-            new.append(trial)
-        else:
-            yield trial, passed
-    for each in follow(outcomes(new, jobs), len(new), what):
-        keep(key_of(each.trial.source, each.trial.tests), each.passed)
-        yield each.trial, each.passed
+class Recorder:
+    """A plugin for pytest: the seconds of each test, and the lines of a file that run with it or while it is found."""
+
+    def __init__(self, path: str) -> None:
+        self.now, self.lines, self.found = "", defaultdict[str, set[int]](set), dict[str, tuple[float, list[int]]]()
+        sys.settrace(lambda frame, event, arg: self.note if frame.f_code.co_filename == path else None)
+
+    def note(self, frame: Any, event: str, arg: object) -> Any:
+        self.lines[self.now].add(frame.f_lineno)
+        return self.note
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.now, self.since = nodeid, time.process_time()
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.found[nodeid] = time.process_time() - self.since, sorted(self.lines[nodeid] | self.lines[""])
+        if time.process_time() > MOST_TRACED:
+            pytest.exit("it takes long", returncode=0)
 
 
-def choose(made: Sequence[Mutant], like: str, sample: int | None, seed: int) -> list[Mutant]:
-    fitting = [mutant for mutant in made if like in mutant.text]
-    if sample is None or sample >= len(fitting):
-        return fitting
-    places = sorted(random.Random(seed).sample(range(len(fitting)), sample))
-    return [fitting[place] for place in places]
+def trace(file: str, tests: str, folder: Path) -> bool:
+    """Record the lines of the file that each test runs. Return whether all pass, as long as nothing is broken."""
+    recorder = Recorder(str(PACKAGE / file))
+    passed = not pytest.main([*PLAIN, tests], plugins=[recorder])
+    (folder / "found").write_text(json.dumps(recorder.found if passed else {}))
+    return passed
+
+
+def survives(mutant: Mutant, traces: Mapping[str, Any], _: Path) -> bool:
+    """Put the mutant to the tests that run its statement, the fastest first, one file of tests after the other."""
+    path, usual = str(PACKAGE / mutant.file), importlib.machinery.SourceFileLoader.get_code
+
+    def get_code(self: Any, name: str) -> Any:
+        return compile(mutant.source, path, "exec") if self.path == path else usual(self, name)
+
+    importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[assignment, method-assign]
+    resource.setrlimit(resource.RLIMIT_DATA, (8 * 2**30, resource.RLIM_INFINITY))  # some ask for all there is
+    by_file, spent = defaultdict[str, dict[str, float]](dict), 0.0
+    for test, (seconds, lines) in sorted(traces.items(), key=lambda item: item[1][0]):
+        if spent < ENOUGH and not {*mutant.lines}.isdisjoint(lines):
+            by_file[test.partition("::")[0]][test] = seconds
+            spent += seconds
+    for tests in by_file.values():
+        signal.alarm(int(60 + 10 * sum(tests.values())))  # a mutant may never end
+        if pytest.main([*PLAIN, *tests]):
+            return False
+    return True
+
+
+def in_processes(tasks: Mapping[Any, Callable[[Path], bool]], jobs: int) -> Iterator[tuple[Any, Path, bool]]:
+    """Do each task in a process and a folder of its own. Yield its name, the folder and its answer, as it ends."""
+    waiting, running = list(tasks)[::-1], dict[int, tuple[Any, Path]]()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name, folder = waiting.pop(), Path(tempfile.mkdtemp())
+            if not (process := os.fork()):
+                try:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(1, 2)
+                    os._exit(0 if tasks[name](folder) else 1)
+                finally:
+                    os._exit(1)
+            running[process] = name, folder
+        process, status = os.wait()
+        yield *running.pop(process), not status
+
+
+def judge(file: str, tried: Sequence[Mutant], jobs: int) -> list[Mutant]:
+    """Return the survivors among the mutants of a file."""
+    traces: dict[str, Any] = {}
+    for name, folder, passed in in_processes({name: partial(trace, file, name) for name in tests_of(file)}, jobs):
+        traces |= json.loads((folder / "found").read_text())
+        if not passed:
+            print(f"{name} fails here without any mutant, and is left out")
+    found = in_processes({mutant: partial(survives, mutant, traces) for mutant in tried}, jobs)
+    return [mutant for mutant, _, survived in found if survived]
+
+
+def prepare(work: str) -> None:
+    """Import once what takes long, and let everything be written into one folder.
+
+    Nothing may compute here, as torch's autograd does not survive a fork, and nothing of partita is imported: whatever
+    imports a mutant must be imported after it.
+    """
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT / "src"))
+    sys.dont_write_bytecode, sys.pycache_prefix, tempfile.tempdir = False, f"{work}/compiled", work
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    os.environ |= {"HYPOTHESIS_STORAGE_DIRECTORY": f"{work}/examples", "PYTEST_DEBUG_TEMPROOT": work}
+    [*map(importlib.import_module, HEAVY)]
 
 
 def main() -> None:
+    """Print the survivors, and how many mutants of each folder were killed."""
+    known = sorted({f"{part}/{path.name}" for part in FOLDERS for path in (PACKAGE / part).glob("*.py")} - {*LEFT_OUT})
     parser = argparse.ArgumentParser(description="Break the code on purpose and see whether a test notices.")
-    parser.add_argument(
-        "--files", default="", help="as in training/local_training.py,methods/scaffold.py; core for all in it"
-    )
-    parser.add_argument("--like", default="", help="only mutants of lines that hold this text")
-    parser.add_argument("--sample", type=int, help="so many mutants of all, drawn at random")
+    parser.add_argument("--files", nargs="+", default=FOLDERS, choices=[*FOLDERS, *known], metavar="FILE_OR_FOLDER")
+    parser.add_argument("--sample", type=int, default=10**9, help="so many mutants of all, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of that draw")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    parser.add_argument("--markdown", action="store_true", help="write plain markdown")
-    asked = parser.parse_args()
-
-    files: list[str] = []
-    for name in filter(None, (name.strip() for name in asked.files.split(","))):
-        matching = [file for file in known() if file == name or file.partition("/")[0] == name]
-        if not matching:
-            sys.exit(f"there is no file '{name}' to mutate; there are: {', '.join(known())}")
-        files += matching
-    files = list(dict.fromkeys(files or known()))
-    os.chdir(ROOT)
-    preload()
-
-    made: list[Mutant] = []
-    for file in files:
-        scope = vars(importlib.import_module(module_of(file)))
-        made += mutants(file, (PACKAGE / file).read_text(encoding="utf-8"), scope)
-    tried = choose(made, asked.like, asked.sample, asked.seed)
-    files = [file for file in files if not asked.like or any(mutant.file == file for mutant in tried)]
-    traces = trace(files, asked.jobs)
-    passed: list[Mutant] = []
-    for file in files:
-        left = outlast([mutant for mutant in tried if mutant.file == file], traces[file], asked.jobs)
-        print(f"{file}: {len(left)} left", *map(describe, left), sep="\n  ", file=sys.stderr, flush=True)
-        passed += left
-    whole = len(tried) == len(made)
-    verdict = Verdict(files, tried, passed, EQUIVALENT, UNCOVERED, whole)
-    if asked.markdown:
-        print(markdown(verdict))
-    else:
-        show(verdict)
-    sys.exit(bool(verdict.problems()))
+    options = parser.parse_args()
+    files = [file for file in known if file in options.files or file.partition("/")[0] in options.files]
+    made = [each for file in files for each in mutants(file, (PACKAGE / file).read_text(encoding="utf-8"))]
+    tried = random.Random(options.seed).sample(made, min(options.sample, len(made)))
+    with tempfile.TemporaryDirectory(prefix="partita-mutate-") as work:
+        prepare(work)
+        counts, left = Counter(mutant.file.partition("/")[0] for mutant in tried), Counter[str]()
+        for file in sorted({mutant.file for mutant in tried}):
+            for mutant in judge(file, [mutant for mutant in tried if mutant.file == file], options.jobs):
+                print(f"{file}:{mutant.line}: {mutant.change}", flush=True)
+                left[file.partition("/")[0]] += 1
+    for part, count in sorted(counts.items()):
+        print(f"{part}: {count - left[part]} of {count} mutants killed, {1 - left[part] / count:.0%}")
+    sys.exit(any(left[part] > (1 - FLOOR) * count for part, count in counts.items()))
 
 
 if __name__ == "__main__":
