@@ -365,7 +365,7 @@ def _still_running(page: str, shell: Shell) -> str:
         quiet = 0 if left else quiet + 1
         if left and time.monotonic() > end:
             return f"{page}: after its last command these still run:\n" + "\n".join(_indented(left, "| "))
-        time.sleep(0.2)
+        time.sleep(0.1)
     return ""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import runpy
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -355,15 +354,6 @@ def test_allocation_of_all_free_memory_is_accepted(free: int, monkeypatch: pytes
 
 def test_small_experiment_is_built() -> None:
     assert build(parse(TINY)).block == 3
-
-
-@pytest.mark.slow
-def test_reference_pages_are_up_to_date() -> None:
-    script = Path(__file__).parent.parent.parent / "scripts" / "write_reference.py"
-    written = runpy.run_path(str(script))
-    for name, page in written["PAGES"].items():
-        text = (written["FOLDER"] / name).read_text(encoding="utf-8")
-        assert text == page(), f"docs/reference/{name} is out of date; run: python scripts/{script.name}"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from partita.experiment.preview import plan_section
 from partita.methods import INDEX
 from partita.methods.cards import HEADINGS, card, listing
 
+FEW = ("fedavg", "fedfrozen", "safl", "prune", "ffa-lora", "fedper")  # one of each kind
+
 
 @pytest.mark.parametrize("name", INDEX)
 def test_card_has_its_sections_in_order(name: str) -> None:
@@ -32,7 +34,7 @@ def test_card_lists_each_parameter_with_its_default(name: str) -> None:
     assert listed or section.strip() == "None."
 
 
-@pytest.mark.parametrize("name", INDEX)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW)) for name in INDEX])
 def test_card_shows_the_plan_as_printed_by_the_code(name: str) -> None:
     assert f"## Plan\n{plan_section(name)}\n" in card(name), "run: python scripts/write_plans.py"
 

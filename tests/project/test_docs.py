@@ -86,7 +86,7 @@ def test_page_runs_in_order_in_its_own_folder(tmp_path: Path) -> None:
         ("```sh\nexport A=1 && cd /\n```\n\n```sh\ntest $A = 1 && test $PWD != /\n```", "page.md:6: exit code 1"),
         ("```sh\nexit 0\n```", "page.md:2: it ended the shell"),
         ("```python\nraise SystemExit(3)\n```", "page.md:2: exit code 3"),
-        ("```toml\nrounds = 'many'\n```", "page.md:2: exit code 1"),
+        pytest.param("```toml\nrounds = 'many'\n```", "page.md:2: exit code 1", marks=pytest.mark.slow),
         ("```sh\nsleep 600 &\n```", "page.md: after its last command these still run:\n    | sleep 600"),
         ("```sh\nsetsid sleep 601 < /dev/null &\n```", "page.md: after its last command these still run"),
     ],

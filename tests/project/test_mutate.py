@@ -134,7 +134,7 @@ def test_processes_report_pass_failure_error_and_death(tmp_path: Path, monkeypat
     monkeypatch.setattr(mutate.tempfile, "tempdir", str(tmp_path))
 
     def hang(folder: Path) -> bool:
-        signal.alarm(1)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
         time.sleep(60)
         return True
 

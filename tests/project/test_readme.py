@@ -21,6 +21,7 @@ def code_blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_readme_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     example = next(block for block in code_blocks("python") if "import" in block)
     assert len([line for line in example.splitlines() if line.strip()]) <= 12, "a dozen lines"

@@ -81,8 +81,9 @@ def test_formulas_become_mathml() -> None:
 
 
 def test_formulas_of_all_cards_can_be_drawn() -> None:
+    pages = site_pages.sources()
     for name in INDEX:
-        for tex in re.findall(r"\$\$(.+?)\$\$", site_pages.sources()[f"methods/{name}.md"].text, re.DOTALL):
+        for tex in re.findall(r"\$\$(.+?)\$\$", pages[f"methods/{name}.md"].text, re.DOTALL):
             assert "<math" in site_pages.with_formulas(f'<div class="arithmatex">\\[{tex}\\]</div>'), name
 
 
