@@ -31,7 +31,6 @@ FOLDERS = ("core", "training", "storage", "compression", "methods", "privacy", "
 # Two compute on a GPU only, and two are held by the tests of all methods.
 LEFT_OUT = ("training/cuda_graphs.py", "training/compilation.py", "methods/cards.py", "methods/__init__.py")
 FLOOR = 0.85  # of the mutants of a folder; about one in ten computes the same, or is in what no test can reach
-MOST_FILES = 5  # of tests for one file
 MOST_TRACED, ENOUGH = 60.0, 30.0  # seconds of tests: of one file, while lines are recorded; and for a mutant
 CONFORMANCE = "tests/testing/test_conformance.py::test_every_method_and_supported_composition_conforms"
 HEAVY = ("torch", "opacus", "dp_accounting.pld", "sklearn", "sympy", "transformers.models.vit.modeling_vit")
@@ -131,18 +130,19 @@ def changes(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def tests_of(file: str) -> list[str]:
-    """Return tests that use a module, or else its users: of its name, in its folder, or that use few others first."""
+    """Return a few tests that use a module, or its users: of its name, in its folder, or that use few others first."""
     part, name = file.removesuffix(".py").split("/")
     uses = re.compile(rf"partita\.{part}\.{name}\b|from partita\.{part} import [^\n]*\b{name}\b")
     users = [path.stem for path in PACKAGE.rglob("*.py") if uses.search(path.read_text(encoding="utf-8"))]
     through = re.compile(rf"from partita\.\w+\.({'|'.join([name, *users])}) import")
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))}
-    found = [path for path in texts if uses.search(texts[path])] or list(
-        filter(lambda p: through.search(texts[p]), texts)
-    )
-    found.sort(key=lambda p: (p.stem != f"test_{name}", p.parent.name != part, texts[p].count("from partita")))
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    rank = {p: (p.stem != f"test_{name}", p.parent.name != part, texts[p].count("from partita"), p) for p in texts}
+    direct = [path for path in sorted(texts, key=rank.__getitem__) if uses.search(texts[path])]
+    others = [path for path in sorted({*texts} - {*direct}, key=rank.__getitem__) if through.search(texts[path])]
     methods = re.findall(rf'"([\w-]+)": "partita\.{part}\.{name}:', (PACKAGE / "methods/__init__.py").read_text())
-    return [str(path.relative_to(ROOT)) for path in found[:MOST_FILES]] + [f"{CONFORMANCE}[{each}]" for each in methods]
+    return [str(path.relative_to(ROOT)) for path in direct[:5] + others[:3]] + [
+        f"{CONFORMANCE}[{each}]" for each in methods
+    ]
 
 
 class Recorder:

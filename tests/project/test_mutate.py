@@ -122,7 +122,7 @@ def test_mutant_knows_the_lines_of_its_statement() -> None:
 def test_tests_are_those_that_use_the_module_of_its_name_first() -> None:
     """Also through another module, as nothing but the core's noise uses the kernels."""
     assert mutate.tests_of("core/rng.py")[0] == "tests/core/test_rng.py"
-    assert 0 < len(mutate.tests_of("core/cuda_kernels.py")) <= mutate.MOST_FILES
+    assert 0 < len(mutate.tests_of("core/cuda_kernels.py")) <= 8
     assert mutate.tests_of("methods/scaffold.py")[-1] == f"{mutate.CONFORMANCE}[scaffold]"
     file, _, name = mutate.CONFORMANCE.partition("::")
     assert f"def {name}" in (mutate.ROOT / file).read_text()
