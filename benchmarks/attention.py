@@ -18,10 +18,9 @@ from environment import environment, now
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from partita.core.data import Batch
-from partita.core.rng import Key
+from partita.core.rng import Key, seeded
 from partita.engines.autotune import configure_backends
 from partita.models.adapter import FunctionalModel, from_module
-from partita.core.rng import seeded
 
 LAYERS, WIDTH, HEADS, WORDS, LONGEST = 6, 384, 6, 1000, 4096
 BATCH, TOKENS = 8, 128
