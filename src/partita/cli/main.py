@@ -228,8 +228,11 @@ def compare(
     """Run several methods with several seeds and compare them in one table."""
     verbosity = _verbosity(quiet, verbose)
     from partita.experiment.compare import compare_all, expand
+    from partita.experiment.config import check_paths
 
     folders = expand(config, _with_rounds(changes, rounds), methods, seeds, out, overwrite)
+    for _, settings in folders:
+        check_paths(settings)
     _check_metric(metric, folders[0][1].evaluate.metrics)
     follow_all(compare_all(folders, jobs or os.cpu_count() or 1, overwrite), folders, verbosity)
     _print_comparison(

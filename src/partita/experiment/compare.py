@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from partita.experiment import run_folder
-from partita.experiment.config import Config, ConfigError, check_paths, load, settings_by_key
+from partita.experiment.config import Config, ConfigError, load, settings_by_key
 from partita.experiment.process_pool import run_in_processes
 from partita.experiment.run_names import method_label, overrides_of, split_methods
 from partita.storage.processes import this_process
@@ -144,7 +144,6 @@ def load_method(config: Path, changes: Iterable[str], spec: str) -> Config:
     """
     own, other = overrides_of(spec)
     settings, old = load(config, [*changes, "method={}", *own, *other]), dict[str, str]()
-    check_paths(settings)
     with suppress(ValueError):  # the other options may be needed to make the config valid; then the label shows all
         old = settings_by_key(load(config, [*changes, "method={}", *own])) if other else {}
     new = settings_by_key(settings)
