@@ -159,7 +159,7 @@ def test_a_lazy_package_is_imported_when_it_is_used() -> None:
     assert loaded_lazily(code).split() == ["False", "False", "2", "True", "module"]
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["from torch.nn import functional", "import torch._C", "import torch.utils.data"])
 def test_a_submodule_of_a_lazy_package_exists_once(first: str) -> None:
     code = f"{first}\nimport torch\nname = {first.split()[1]!r}\n"

@@ -74,6 +74,7 @@ def test_scores_by_hand() -> None:
     )
 
 
+@pytest.mark.slow
 def test_texts_are_generated_for_the_first_examples_only_and_the_loss_is_over_all() -> None:
     rows = [[1 + number % 6] for number in range(40)]
     examples, writer = table(rows, rows), Writer()

@@ -125,6 +125,7 @@ def test_escapes_have_two_four_or_eight_digits() -> None:
     assert escapes == {code: f"\\{text}" for code, text in wanted.items()}
 
 
+@pytest.mark.slow
 @given(st.text(), st.text())
 @settings(max_examples=40)
 def test_path_component_is_plain_unique_and_reversible(one: str, other: str) -> None:

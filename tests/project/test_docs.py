@@ -171,6 +171,7 @@ def test_changes_are_those_since_a_commit_and_those_not_committed(tmp_path: Path
     assert changes.changed("0" * 40, tmp_path) == {"one", "three", "new"}, "what a new branch has before it"
 
 
+@pytest.mark.slow
 def test_partita_commands_of_all_pages_have_known_options() -> None:
     """This also covers commands that cannot run in CI."""
     steps = run_docs.all_steps()

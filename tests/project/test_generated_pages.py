@@ -28,6 +28,7 @@ def test_page_of_the_reference_is_up_to_date(name: str) -> None:
     assert (write_reference.FOLDER / name).read_text(encoding="utf-8") == page, REMEDY
 
 
+@pytest.mark.slow
 def test_table_of_methods_has_all_methods_and_some_rows_are_up_to_date() -> None:
     text = (write_reference.FOLDER / TABLE).read_text(encoding="utf-8")
     about = {each["name"]: each["about"] for each in method_table._own()}

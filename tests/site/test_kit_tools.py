@@ -49,6 +49,7 @@ def test_scripts_are_bash(kit: Path) -> None:
         call("bash", "-n", path)
 
 
+@pytest.mark.slow
 def test_scripts_pass_shellcheck(kit: Path) -> None:
     for folder in (*PARTIES, "server/ca"):
         names = [path.name for path in scripts(kit) if path.parent == kit / folder]
