@@ -149,6 +149,17 @@ def test_gradients_match_transformers() -> None:
         assert close(grads[name], parameter.grad), name
 
 
+def test_vit_has_the_initial_weights_and_the_results_of_transformers() -> None:
+    model = small_vit(layers=3)
+    with seeded(KEY):
+        reference = ViTForImageClassification(ViTConfig(**model.module.config.to_dict())).eval()
+    wanted = reference.state_dict()
+    assert list(model.initial) == list(wanted)
+    assert all(torch.equal(model.initial[name], value) for name, value in wanted.items())
+    with torch.no_grad():
+        assert torch.equal(model(model.initial, random_images()).logits, reference(**random_images()).logits)
+
+
 def test_call_changes_neither_parameters_nor_module() -> None:
     model = small_vit(frozen=("embedding",))
     before, held = tensors.digest(model.initial), dict(model.module.named_parameters())
