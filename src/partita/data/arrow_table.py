@@ -89,6 +89,17 @@ class ArrowTable:
         return self.table.take(pyarrow.Array.from_buffers(pyarrow.int64(), len(rows), [None, pyarrow.py_buffer(rows)]))
 
 
+def plain(table: Any) -> ArrowTable:
+    """Return a pyarrow.Table as an ArrowTable.
+
+    Raises:
+        UnicodeDecodeError: If the name of a column is no text.
+    """
+    found = ArrowTable(table)
+    _ = found.features
+    return found
+
+
 def is_plain(table: Any) -> bool:
     """Whether a pyarrow.Table has no classes or images of `datasets`, which are in its metadata."""
     return b"huggingface" not in (table.schema.metadata or {})

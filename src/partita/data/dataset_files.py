@@ -13,7 +13,7 @@ from typing import Any
 
 from partita.core.hub import offline_reason
 from partita.core.options import closest_match
-from partita.data.arrow_table import ArrowTable, is_plain
+from partita.data.arrow_table import ArrowTable, is_plain, plain
 from partita.data.cache import cached, identity_of_file
 from partita.data.errors import DataError, first_line, need, reading
 
@@ -118,10 +118,10 @@ def _table(file: Path) -> Any:
             if file.stat().st_size > MAPPED_FROM:
                 return need("datasets", "data").Dataset.from_file(str(_arrow_copy(file)))
             table = need("pyarrow.parquet", "data").read_table(file)
-            return ArrowTable(table) if is_plain(table) else need("datasets", "data").Dataset(table)
+            return plain(table) if is_plain(table) else need("datasets", "data").Dataset(table)
         if kind == "csv":
             csv = need("pyarrow.csv", "data")
-            return ArrowTable(csv.read_csv(file, parse_options=csv.ParseOptions(newlines_in_values=True)))
+            return plain(csv.read_csv(file, parse_options=csv.ParseOptions(newlines_in_values=True)))
         return _json_table(file)
 
 
@@ -150,11 +150,11 @@ def _json_table(file: Path) -> Any:
     if not _is_json_list(file) and _holds_objects(file):
         # Below, Python's reader names the line, or accepts what pyarrow does not, such as NaN.
         with suppress(pyarrow.ArrowException, UnicodeDecodeError):
-            return ArrowTable(_json_lines(file))
+            return plain(_json_lines(file))
     rows = _records(file)
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
-    return ArrowTable(need("datasets", "data").Dataset.from_dict(columns).data.table)  # it finds the types
+    return plain(need("datasets", "data").Dataset.from_dict(columns).data.table)  # it finds the types
 
 
 def _is_json_list(file: Path) -> bool:
