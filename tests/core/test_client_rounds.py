@@ -231,23 +231,6 @@ def test_rule_memory_of_untrained_names_is_kept() -> None:
 
 
 @dataclass(frozen=True)
-class ForeignSlot(ClientRule):
-    remembers: bool
-
-    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
-        mine = {"foreign": params}
-        return ({}, mine) if self.remembers else (mine, {})
-
-
-@pytest.mark.parametrize("remembers", [False, True])
-def test_rule_returning_an_undeclared_slot_is_refused(remembers: bool) -> None:
-    with pytest.raises(
-        ClientError, match="client 'c': ForeignSlot returns the slot 'foreign', which is not in its slots"
-    ):
-        run_client_round(toy_run(Method("m", client_rules=(ForeignSlot(remembers),))), toy_model(), ALONE["c"].train)
-
-
-@dataclass(frozen=True)
 class Sums(UpdateTransform):
     """Remembers the sum of the client's deltas. Writes down what it was given."""
 
@@ -291,9 +274,27 @@ def test_rules_do_not_see_what_transforms_remember() -> None:
     assert begin_round(run, model, job_for(model), state, ALONE["c"].train).ctx.memory.keys() == {"moved"}
 
 
-def test_a_slot_that_is_not_the_transforms_own_is_refused() -> None:
-    with pytest.raises(ClientError, match="client 'c': Sums returns the slot 'mine', which is not in its slots"):
-        run_client_round(toy_run(Method("m", transforms=(Sums(returns="mine"),))), toy_model(), ALONE["c"].train)
+@dataclass(frozen=True)
+class ForeignSlot(ClientRule):
+    remembers: bool
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        mine = {"foreign": params}
+        return ({}, mine) if self.remembers else (mine, {})
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (Method("m", client_rules=(ForeignSlot(False),)), "ForeignSlot returns the slot 'foreign'"),
+        (Method("m", client_rules=(ForeignSlot(True),)), "ForeignSlot returns the slot 'foreign'"),
+        (Method("m", transforms=(Sums(returns="mine"),)), "Sums returns the slot 'mine'"),
+    ],
+    ids=["sent", "remembered", "transform"],
+)
+def test_a_slot_that_was_not_declared_is_refused(method: Method, words: str) -> None:
+    with pytest.raises(ClientError, match=f"client 'c': {words}, which is not in its slots"):
+        run_client_round(toy_run(method), toy_model(), ALONE["c"].train)
 
 
 @dataclass(frozen=True)
