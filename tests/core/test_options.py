@@ -197,16 +197,6 @@ def test_methods_are_built_by_name_and_options() -> None:
             "unknown key 'method.beta'; it can be: seed, .*, mu; 'partita options method.fedfrozen[+]fedprox' explains",
         ),
         ("fedavg+nothing", {}, "unknown method 'nothing'"),
-    ],
-)
-def test_method_with_invalid_name_or_options_is_refused(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        build(name, options)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
         ("fedprox", {"mu": -1.0}, "method.mu is -1.0; it must be a number from 0 to 1e9"),
         (
             "fedfrozen",
@@ -218,12 +208,16 @@ def test_method_with_invalid_name_or_options_is_refused(name: str, options: dict
             {"warmup": 1.5},
             "method.warmup is 1.5; it must be a whole number from 0 to 1e9 or a number from 0 to 1 or 'auto'",
         ),
-        ("fedfrozen", {"scope": "value", "freeze": "mlp"}, "method.scope 'value' already says what trains"),
     ],
 )
-def test_method_option_out_of_range_is_refused(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_method_with_invalid_name_or_options_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
         build(name, options)
+
+
+def test_options_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"method.scope 'value' already says what trains"):
+        build("fedfrozen", {"scope": "value", "freeze": "mlp"})
 
 
 def test_inconsistent_core_settings_are_refused() -> None:
