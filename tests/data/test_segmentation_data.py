@@ -145,20 +145,20 @@ def test_wrong_masks_are_refused_by_row(
         read(tmp_path, **options)
 
 
-def test_files_without_a_partner_are_refused(tmp_path: Path) -> None:
-    write_folder(tmp_path)
-    (tmp_path / "masks" / "03.png").unlink()
-    with pytest.raises(DataError, match=r"images/03\.bmp' has no file of the same name in '.*masks'; add it"):
-        read(tmp_path)
-
-
-def test_other_files_and_broken_files_are_refused(tmp_path: Path) -> None:
-    write_folder(tmp_path)
-    (tmp_path / "masks" / "03.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"mask in row 3 of the train part .*03\.png'\) cannot be read"):
-        read(tmp_path)
-    (tmp_path / "masks" / "notes.txt").write_text("hello")
-    with pytest.raises(DataError, match=r"notes\.txt' is not an image"):
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("masks/03.png", None, r"images/03\.bmp' has no file of the same name in '.*masks'; add it"),
+        ("masks/03.png", b"no image", r"mask in row 3 of the train part .*03\.png'\) cannot be read"),
+        ("masks/notes.txt", b"hello", r"notes\.txt' is not an image"),
+    ],
+)
+def test_missing_broken_and_other_files_are_refused(
+    file: str, content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    path = write_folder(tmp_path) / file
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
         read(tmp_path)
 
 
