@@ -155,21 +155,18 @@ def test_a_run_on_pairs_is_the_same_with_cached_layers(name: str, score: str, tm
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("rows", "options", "message"),
     [
-        ({"pair": "conclusion"}, r"has no column 'conclusion'"),
-        ({"max_length": 4}, r"max_length = 4 has no room for a pair of texts; .* needs at least 5 tokens; raise"),
+        (None, {"pair": "conclusion"}, r"has no column 'conclusion'"),
+        (None, {"max_length": 4}, r"max_length = 4 has no room for a pair of texts; .* needs at least 5 tokens; raise"),
+        ([*pairs(9), pairs(1)[0] | {"hypothesis": " "}], {}, r"row 9 of the train part .* has no text in 'hypothesis'"),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path, encoder: str) -> None:
+def test_wrong_pairs_are_refused(
+    rows: list[dict[str, Any]] | None, options: dict[str, Any], message: str, tmp_path: Path, encoder: str
+) -> None:
     with pytest.raises(DataError, match=message):
-        read(tmp_path, encoder, **options)
-
-
-def test_a_missing_second_text_is_refused_by_row(tmp_path: Path, encoder: str) -> None:
-    rows = [*pairs(9), {**pairs(1)[0], "hypothesis": " "}]
-    with pytest.raises(DataError, match=r"row 9 of the train part .* has no text in 'hypothesis'"):
-        read(tmp_path, encoder, rows)
+        read(tmp_path, encoder, rows, **options)
 
 
 def test_a_tokenizer_that_cannot_separate_two_texts_is_refused(tmp_path: Path, gpt: str) -> None:
