@@ -137,16 +137,12 @@ def test_the_report_shows_mean_spread_and_worst(tmp_path: Path) -> None:
     assert "fedavg</th>" + "".join(f"<td>{cell}</td>" for cell in ("5", "20.0", spread, "0.0")) in text
 
 
-def test_sites_refuse_unseen_clients(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "settings"), [("unseen", "split.unseen=1"), ("reorder", "split.reorder=patches split.reorder_size=2")]
+)
+def test_sites_refuse_what_is_for_simulations(option: str, settings: str, tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text('[method]\nname = "fedavg"\n')
     assert load_config(path) == _settings(path, {})
-    with pytest.raises(FlowerError, match=r"split\.unseen is for simulations"):
-        _settings(path, {"set": "split.name=iid split.clients=3 split.unseen=1"})
-
-
-def test_sites_refuse_orders_by_client(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text('[method]\nname = "fedavg"\n')
-    with pytest.raises(FlowerError, match=r"split\.reorder is for simulations"):
-        _settings(path, {"set": "split.name=iid split.clients=3 split.reorder=patches split.reorder_size=2"})
+    with pytest.raises(FlowerError, match=rf"split\.{option} is for simulations"):
+        _settings(path, {"set": f"split.name=iid split.clients=3 {settings}"})
