@@ -114,15 +114,14 @@ def test_pooled_scores_are_no_function_of_the_sink() -> None:
         assert torch.allclose(scores, 1 - sink, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["bert-tokens", "llama-lm", "vit-image", "clip-towers"])
-def test_pooled_needs_a_head_that_reads_one_token(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [("bert-tokens", {}), ("llama-lm", {}), ("vit-image", {}), ("clip-towers", {}), ("bert-text", {"pooling": "mean"})],
+    ids=["tokens", "lm", "image", "towers", "mean pooling"],
+)
+def test_pooled_needs_a_head_that_reads_one_token(case: str, options: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match="'pooled' needs a head that reads one token of each input"):
-        resolve_tokens(make_case(case).model, "pooled")
-
-
-def test_pooled_is_refused_with_mean_pooling() -> None:
-    with pytest.raises(ModelError, match="'pooled' needs a head that reads one token"):
-        resolve_tokens(make_model("bert-text", pooling="mean"), "pooled")
+        resolve_tokens(make_model(case, **options), "pooled")
 
 
 # ---- words
