@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -109,28 +110,23 @@ def test_least_counts_patients_where_there_is_a_column(texts: Callable[..., Conf
     assert found.typical[GROUPS] == {"50%": "8 to 15", "largest": "8 to 15"}
 
 
-def test_too_few_rows_are_refused(texts: Callable[..., Config]) -> None:
-    with pytest.raises(DescriptionError, match="100 rows, too few"):
-        describe(texts(), "north", least=51)
-
-
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("data", "options", "says"),
     [
-        ({"epsilon": 1.0, "groups": "patient"}, "use --least with --groups"),
-        ({"epsilon": 1e-9}, "at least 0.001"),
+        ({}, {"least": 51}, "100 rows, too few"),
+        ({}, {"epsilon": 1.0, "groups": "patient"}, "use --least with --groups"),
+        ({}, {"epsilon": 1e-9}, "at least 0.001"),
+        ({"limit": 50}, {}, r"data\.limit leaves rows out"),
     ],
 )
 def test_protection_that_would_not_hold_is_refused(
-    texts: Callable[..., Config], change: dict[str, object], says: str
+    texts: Callable[..., Config], data: dict[str, object], options: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(DescriptionError, match=says):
-        describe(texts(), "north", **change)  # type: ignore[arg-type]
+        describe(texts(**data), "north", **options)
 
 
-def test_rows_that_were_drawn_are_refused(texts: Callable[..., Config]) -> None:
-    with pytest.raises(DescriptionError, match=r"data\.limit leaves rows out"):
-        describe(texts(limit=50), "north")
+def test_rows_that_were_drawn_by_the_split_are_refused(texts: Callable[..., Config]) -> None:
     config = texts()
     with pytest.raises(DescriptionError, match=r"split\.shots leaves rows out"):
         describe(replace(config, split={**config.split, "shots": 4}), "north")
