@@ -20,6 +20,7 @@ from partita.core.options import (
     closest_match,
     describe,
     matches_type,
+    options_of,
     validate_options,
 )
 from partita.core.plan import Phase, PlanError
@@ -239,3 +240,12 @@ class RuleWithDeltaSlot(ClientRule):
 
 class TwoWords(UpdateTransform):
     slots = frozenset({"two words"})
+
+
+def test_a_class_without_an_initializer_has_no_options() -> None:
+    class Nothing:
+        pass
+
+    assert options_of(Nothing) == {}
+    with pytest.raises(OptionError, match="there are no options here"):
+        validate_options(Nothing, {"size": 1}, "data")

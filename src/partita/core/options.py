@@ -122,11 +122,10 @@ def options_of(target: Callable[..., Any], given: Iterable[str] = ()) -> dict[st
         if name not in set(given) and parameter.kind is not parameter.VAR_KEYWORD
     }
     function = inspect.unwrap(target.__init__ if inspect.isclass(target) else target)
+    written = getattr(function, "__annotations__", {})  # a class without `__init__` has none
     # Of the options only: the types of other parameters may need an import that checking a config does without.
-    annotated = types.SimpleNamespace(
-        __annotations__={name: hint for name, hint in function.__annotations__.items() if name in parameters}
-    )
-    hints = get_type_hints(annotated, function.__globals__, include_extras=True)
+    annotated = types.SimpleNamespace(__annotations__={name: written[name] for name in parameters if name in written})
+    hints = get_type_hints(annotated, getattr(function, "__globals__", {}), include_extras=True)
     options = {}
     for name, parameter in parameters.items():
         hint = hints.get(name, Any)

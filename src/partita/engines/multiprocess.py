@@ -208,9 +208,8 @@ class _Worker:
 
     def __init__(self, engine: SimulationEngine, device: torch.device, buffer: torch.Tensor) -> None:
         self.engine, self.device, self.shared_params = engine, device, tensor_views(buffer, engine.model.initial)
-        self.read: dict[
-            str, tuple[int, torch.Tensor]
-        ] = {}  # name -> (version, tensor); on a CPU, a view of shared memory
+        # Name -> (version, tensor); on a CPU, a view of shared memory.
+        self.read: dict[str, tuple[int, torch.Tensor]] = {}
 
     def reply(self, requests: Sequence[WorkerRequest]) -> WorkerReply:
         store = self.engine.store = MemoryStore()

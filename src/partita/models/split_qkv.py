@@ -13,9 +13,8 @@ from partita.core.tensors import Tensors
 from partita.models.vmap_layers import Linear
 
 PARTS, LEAVES = ("query", "key", "value"), ("weight", "bias")
-Outputs = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor
-]  # which outputs of the fused projection are queries, keys and values
+# Which outputs of the fused projection are queries, keys and values.
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _thirds(attention: Any, count: int) -> Outputs:

@@ -18,9 +18,8 @@ import torch
 
 from partita.core.torch_private import end_allocate_to_pool, release_pool
 
-Replay = tuple[
-    Callable[[], None], torch.Tensor
-]  # a function that replays the captured work, and the tensor of its result
+# A function that replays the captured work, and the tensor of its result.
+Replay = tuple[Callable[[], None], torch.Tensor]
 Recorder = Callable[[Callable[[], torch.Tensor]], Replay]
 
 

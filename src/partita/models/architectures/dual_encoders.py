@@ -45,9 +45,7 @@ class TextTowerSpec:
     first_states: Callable[[Any, torch.Tensor], torch.Tensor]  # from embedded tokens to the input of the first layer
     layers: str  # path of the layers
     causal: bool  # whether tokens attend only to earlier tokens
-    pool: Callable[
-        [Any, torch.Tensor, torch.Tensor], torch.Tensor
-    ]  # from states and the attention mask to (text, width)
+    pool: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]  # states and attention mask -> (text, width)
     start_tokens: int = 1  # special tokens before a text
     full_length: bool = False  # whether texts are padded to the tower's length, and it attends to the padding
 
