@@ -596,17 +596,34 @@ def test_continuing_from_a_server_gives_the_remaining_rounds() -> None:
     assert tensors.equal(final_params(rest), final_params(whole))
 
 
-def test_out_of_memory_error_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_does_not_fit_is_halved_and_the_round_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def small(run: Run, visits: Sequence[ClientRound], blocks: Callable[..., PhaseTrainer]) -> Any:
+        sizes.append(len(visits))
+        if len(visits) > 2:
+            raise torch.OutOfMemoryError("none left")
+        return start_training(run, visits, blocks)
+
+    expected = play(toy_run(fedavg(), 2), MODEL, FOUR, block=2)
+    monkeypatch.setattr("partita.engines.simulation.start_training", small)
+    with pytest.warns(UserWarning, match="out of memory while training 4 clients together; from now on it is 2"):
+        played = play(toy_run(fedavg(), 2), MODEL, FOUR, block=4)
+    assert sizes == [4, 2, 2, 2, 2]
+    assert tensors.equal(final_params(played), final_params(expected))
+    assert [each.losses for each in played] == [each.losses for each in expected]
+
+
+def test_a_client_that_does_not_fit_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(run: Run, visits: list[object], blocks: object) -> None:
         raise torch.OutOfMemoryError("none left")
 
     monkeypatch.setattr("partita.engines.simulation.start_training", full)
-    with pytest.raises(
-        RunError, match=r"out of memory while training 4 clients together; lower engine\.clients_per_block"
+    with (
+        pytest.warns(UserWarning, match="from now on it is one client"),
+        pytest.raises(RunError, match=r"out of memory while training one client; lower training\.batch_size"),
     ):
-        play(toy_run(fedavg(), 1), MODEL, FOUR, block=4)
-    with pytest.raises(RunError, match=r"lower training\.batch_size"):
-        play(toy_run(fedavg(), 1), MODEL, FOUR)
+        play(toy_run(fedavg(), 1), MODEL, FOUR, block=2)
 
 
 @pytest.mark.parametrize(
@@ -644,7 +661,7 @@ def test_nondeterministic_operation_error_names_the_setting(monkeypatch: pytest.
         raise RuntimeError(said)
 
     monkeypatch.setattr("partita.engines.simulation.start_training", fail)
-    with pytest.raises(RunError, match=r"blur_backward .* implementation; set engine\.deterministic = false"):
+    with pytest.raises(RunError, match=r"engine\.deterministic is true, but .* uses blur_backward.*'auto'"):
         play(toy_run(fedavg(), 1), MODEL, FOUR)
     said = "something else"
     with pytest.raises(RuntimeError, match="something else"):

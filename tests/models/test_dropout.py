@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import model_types
 import pytest
 import torch
 import transformers
@@ -15,9 +16,9 @@ from partita.core.data import EXAMPLE_SEEDS
 from partita.core.keyed_bits import example_seeds
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
-from partita.models import ModelError
-from partita.models.adapter import FunctionalModel
+from partita.models.adapter import FunctionalModel, from_module
 from partita.models.dropout import KeyedDropout, KeyedDropPath, use_keyed_dropout
+from partita.tasks import KINDS
 
 HALF = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
 # Options with which dropout is on. Texts have it by default; images do not.
@@ -185,7 +186,8 @@ def test_functional_dropout_draws_from_seeds() -> None:
     before, state = (nn.functional.dropout, torch.rand), torch.get_rng_state()
     draws = use_keyed_dropout(module)
     assert draws is not None
-    assert not draws.refused
+    assert draws.found
+    assert not draws.left_out
     ones = torch.ones(4, 64)
     with draws.using(SEEDS):
         found = module(ones)
@@ -209,7 +211,8 @@ def test_bart_draws_from_seeds() -> None:
     module.set_attn_implementation("partita")
     draws = use_keyed_dropout(module)
     assert draws is not None
-    assert not draws.refused
+    assert draws.found
+    assert not draws.left_out
     ids, state = torch.randint(3, 20, (4, 5), generator=torch.Generator().manual_seed(0)), torch.get_rng_state()
     plain = module(input_ids=ids).last_hidden_state
     with draws.using(SEEDS):
@@ -222,24 +225,67 @@ def test_bart_draws_from_seeds() -> None:
 
 
 @pytest.mark.parametrize("part", [FunctionalDropout(0.1, layerdrop=0.2), nn.Dropout2d(0.1), nn.AlphaDropout(0.1)])
-def test_other_random_draws_are_refused_only_with_dropout(part: nn.Module) -> None:
+def test_other_random_draws_are_left_out_and_the_user_is_told_once(part: nn.Module) -> None:
     model = model_of("bert-text")
     model.module.add_module("odd", part)
     draws = use_keyed_dropout(model.module)
     assert draws is not None
     object.__setattr__(model, "draws", draws)
-    with pytest.raises(ModelError, match=rf"odd \({type(part).__name__}.*training.dropout = false"):
-        model.uses_dropout()
+    with pytest.warns(UserWarning, match=rf"trains without the random draws.*odd \({type(part).__name__}"):
+        assert model.uses_dropout()
+    assert model.uses_dropout()
     inputs, _ = batch_of("bert-text", model)
     model(model.initial, inputs)
 
 
-def test_dropout_of_something_else_than_examples_is_refused() -> None:
+def test_a_model_whose_only_draws_are_left_out_has_no_dropout() -> None:
+    module = nn.Sequential(nn.Dropout2d(0.5)).eval()
+    draws = use_keyed_dropout(module)
+    assert draws is not None
+    assert not draws.found
+    with draws.using(SEEDS):
+        assert torch.equal(module(torch.ones(4, 3, 2, 2)), torch.ones(4, 3, 2, 2))
+
+
+def test_several_rows_of_an_example_draw_from_its_seed() -> None:
     module = nn.Sequential(nn.Dropout(0.5))
     draws = use_keyed_dropout(module)
     assert draws is not None
-    with draws.using(SEEDS), pytest.raises(ModelError, match=r"8 rows for 4 examples.*training.dropout = false"):
-        module(torch.ones(8, 3))
+    with draws.using(SEEDS):
+        eight = module(torch.ones(8, 64))
+    with draws.using(SEEDS[2:3]):
+        third = module(torch.ones(2, 64))
+    assert torch.equal(eight[4:6], third)
+    assert len({tuple(row.tolist()) for row in eight}) == 8
+
+
+@pytest.mark.parametrize(
+    "case", ["opt-lm", "xglm-lm", "xlnet-text", pytest.param("longformer-text", marks=pytest.mark.slow)]
+)
+def test_types_with_several_rows_of_an_example_draw_by_example(case: str) -> None:
+    """An example is the same alone and in a batch, whichever dimension the model puts first."""
+    module = model_types.module_of(case)
+    for part in module.modules():  # high rates, also where a type has none by default
+        for name, value in vars(part).items():
+            if name in ("p", "dropout", "attention_dropout") and isinstance(value, float):
+                setattr(part, name, 0.5)
+    model = from_module(case, module, kind=KINDS[case.rpartition("-")[2]])
+    inputs = model_types.inputs_of(case.rpartition("-")[2])
+    with torch.no_grad():
+        plain = model(model.initial, inputs).logits
+        together = model(model.initial, with_seeds(inputs)).logits
+        third = {name: value[2:3] for name, value in inputs.items()}
+        alone = model(model.initial, with_seeds(third, SEEDS[2:3])).logits
+    assert torch.allclose(together[2:3], alone, atol=1e-5)
+    assert not torch.allclose(together, plain, atol=1e-3)
+
+
+def test_dropout_of_something_else_than_examples_drops_nothing() -> None:
+    module = nn.Sequential(nn.Dropout(0.5))
+    draws = use_keyed_dropout(module)
+    assert draws is not None
+    with draws.using(SEEDS), pytest.warns(UserWarning, match="gets 7 rows for 4 examples.*drops nothing"):
+        assert torch.equal(module(torch.ones(7, 3)), torch.ones(7, 3))
 
 
 def test_expectation_over_masks_is_the_input() -> None:

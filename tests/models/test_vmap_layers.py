@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from partita.models.vmap_layers import Linear, LinearPatchEmbedding, use_vmap_layers
 
@@ -32,10 +33,20 @@ def test_linear_patch_embedding_equals_the_convolution(
 @pytest.mark.parametrize(
     "options", [{"stride": 1}, {"stride": 2, "padding": 1}, {"stride": 2, "groups": 2}, {"stride": 2, "dilation": 2}]
 )
-def test_other_convolutions_are_left_unchanged(options: dict[str, int]) -> None:
-    module = nn.Sequential(nn.Conv2d(4, 4, 2, **options))
-    use_vmap_layers(module)
-    assert type(module[0]) is nn.Conv2d
+def test_other_convolutions_compute_the_same_and_follow_autocast_under_vmap(options: dict[str, int]) -> None:
+    convolution = nn.Conv2d(4, 4, 2, **options)
+    pixels = torch.randn(2, 3, 4, 8, 8)
+    plain = [convolution(part) for part in pixels]
+    with torch.autocast("cpu", torch.bfloat16):
+        half = [convolution(part) for part in pixels]
+    use_vmap_layers(nn.Sequential(convolution))
+    assert all(torch.equal(convolution(part), expected) for part, expected in zip(pixels, plain, strict=True))
+    params = {name: value.detach().expand(2, *value.shape) for name, value in convolution.named_parameters()}
+    with torch.autocast("cpu", torch.bfloat16):
+        together = torch.vmap(lambda own, given: functional_call(convolution, own, given))(params, pixels)
+    assert together.dtype == torch.bfloat16
+    for part, expected in zip(together, half, strict=True):
+        torch.testing.assert_close(part, expected, atol=0.02, rtol=0.02)
 
 
 def test_linear_layer_follows_autocast_under_vmap() -> None:

@@ -500,10 +500,25 @@ def main() -> None:
         _print_err("stopped", *_notes(stop))
         sys.exit(stop.exit_code)
     except Exception as error:
-        if os.environ.get("PARTITA_DEBUG") or not _is_user_error(error):
+        told = _told(error)
+        if os.environ.get("PARTITA_DEBUG") or told is None:
             raise
-        _print_err(f"error: {error}", *_notes(error))
+        _print_err(f"error: {told}", *_notes(error))
         sys.exit(1)
+
+
+def _told(error: Exception) -> str | None:
+    """Return what to tell the user of an error; None if it is a fault of partita."""
+    kind = type(error).__name__
+    if kind == "OutOfMemoryError":
+        from partita.engines.first_step import SMALLER, out_of_memory
+
+        return f"{out_of_memory(error)}; {SMALLER}"  # type: ignore[arg-type]
+    if kind == "AcceleratorError":
+        return (
+            f"the GPU failed: {str(error).splitlines()[0]}; 'partita resume' continues a run from its last checkpoint"
+        )
+    return str(error) if _is_user_error(error) else None
 
 
 def _is_user_error(error: Exception) -> bool:

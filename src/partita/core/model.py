@@ -98,6 +98,14 @@ class Model:
         """
         return False
 
+    def compute_in_float32(self, error: BaseException) -> str:
+        """Let the part of the model that raised an error in bfloat16 compute in float32 from now on.
+
+        Returns:
+            The name of the part; "" if there is none.
+        """
+        return ""
+
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         """Run the forward pass. It must be pure and must work inside `torch.vmap`.
 

@@ -69,6 +69,9 @@ class PersonalCopyModel(Model):
     def uses_dropout(self) -> bool:
         return self.base.uses_dropout()
 
+    def compute_in_float32(self, error: BaseException) -> str:
+        return self.base.compute_in_float32(error)
+
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return self.base(self.shared(params), inputs)
 

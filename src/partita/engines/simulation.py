@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -31,6 +33,7 @@ from partita.core.settings import Run, RunError
 from partita.core.tensors import Tensors
 from partita.core.update import Update
 from partita.engines.availability import Availability
+from partita.engines.first_step import SMALLER, clients_of, out_of_memory, refuse_not_deterministic
 from partita.evaluation import ACCURACY, Evaluator, score
 from partita.storage.client_store import ClientStore, MemoryStore
 from partita.training.cuda_graphs import GraphCache
@@ -48,7 +51,7 @@ class SimulationEngine:
         run: The run.
         model: The model.
         population: The clients' data.
-        block: Number of clients that train together.
+        block: Number of clients that train together; halved where so many do not fit in memory.
         device: The device. Default: the CPU.
         store: Store of the clients' state. Default: in memory.
         availability: Simulated dropouts and stragglers. Default: none.
@@ -199,21 +202,32 @@ class SimulationEngine:
         return wait
 
     def _start(self, run: Run, client_rounds: Sequence[ClientRound]) -> Callable[[], list[LocalResult]]:
+        """Start to train a block; in parts, if so many clients do not fit in memory together."""
+        if len(client_rounds) > self.block:
+            waits = [self._start(run, part) for part in chunks(client_rounds, self.block)]
+            return lambda: [result for wait in waits for result in wait()]
         try:
             return start_training(run, client_rounds, self.make_trainer)
         except torch.OutOfMemoryError as error:
-            remedy = "lower engine.clients_per_block" if len(client_rounds) > 1 else "lower training.batch_size"
-            remedy += " and raise training.accumulate" if len(client_rounds) == 1 else ""
-            remedy += ", or set engine.cuda_graphs = false" if isinstance(self.make_trainer, GraphCache) else ""
-            raise RunError(f"out of memory while training {len(client_rounds)} clients together; {remedy}") from error
+            missing = out_of_memory(error)
+            if len(client_rounds) == 1:
+                more = ", or set engine.cuda_graphs = false" if isinstance(self.make_trainer, GraphCache) else ""
+                raise RunError(f"{missing} while training one client; {SMALLER}{more}") from error
         except RuntimeError as error:
-            if "deterministic implementation" not in str(error):
-                raise
-            raise RunError(
-                f"{self.model.name} uses an operation without a deterministic GPU kernel: "
-                f"{str(error).partition(',')[0]}; set engine.deterministic = false, but then the last digits may "
-                "differ between runs"
-            ) from error
+            refuse_not_deterministic(error, self.model.name)
+            raise
+        # After the error, whose traceback holds what the block allocated.
+        self.block = len(client_rounds) // 2
+        warnings.warn(
+            f"{missing} while training {clients_of(len(client_rounds))}; from now on it is {clients_of(self.block)}",
+            stacklevel=2,
+        )
+        if isinstance(self.make_trainer, GraphCache):
+            self.make_trainer.known.clear()
+        gc.collect()  # trainers refer to themselves
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._start(run, client_rounds)
 
     def _through_wire(self, job: Job) -> Job:
         if not self.wire:

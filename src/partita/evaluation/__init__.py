@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, wraps
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -204,12 +205,25 @@ def _predictions(
         yield from document_predictions(model, params, examples, documents, size, forward)
         return
     device = next(iter(params.values())).device
-    for indices, following in pairwise([*torch.arange(len(examples)).split(size), None]):
+    left = deque(torch.arange(len(examples)).split(size))
+    while left:
+        indices = left.popleft()
         batch = examples.take(indices)
-        if following is not None and isinstance(examples, PrefetchingExamples):
-            examples.prefetch(following)
+        if left and isinstance(examples, PrefetchingExamples):
+            examples.prefetch(left[0])
         inputs, targets = tensors.to(batch.inputs, device), batch.targets.to(device)
-        logits, losses = forward(model, params, inputs, targets)
+        try:
+            logits, losses = forward(model, params, inputs, targets)
+        except torch.OutOfMemoryError:
+            if len(indices) == 1:
+                raise
+            size = len(indices) // 2
+            warnings.warn(
+                f"out of memory while evaluating {len(indices)} examples together; from now on it is {size}",
+                stacklevel=2,
+            )
+            left = deque(torch.cat([indices, *left]).split(size))
+            continue
         yield ModelPredictions(
             logits,
             targets,

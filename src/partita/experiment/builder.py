@@ -37,6 +37,7 @@ from partita.engines.autotune import (
 )
 from partita.engines.availability import Availability, read_trace
 from partita.engines.compile_choice import CompileChoice, choose_compile
+from partita.engines.first_step import StepError, take_first_step
 from partita.engines.program_cache import use_program_cache
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import Evaluator
@@ -82,6 +83,7 @@ class Experiment:
     guard: PrivacyGuard | None = None
     graphs: GraphCache | None = None
     one_by_one: str = ""  # why clients cannot train together
+    findings: tuple[str, ...] = ()  # what this device lacks, in sentences
     compiling: CompileChoice = field(default_factory=lambda: CompileChoice(False))
     subgroups: Groups = field(default_factory=dict)  # of the central test set
 
@@ -153,17 +155,21 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
     availability = _availability(config.federation, method)
     if device.type == "cpu" and "bfloat16" in (config.training.precision, config.model.get("dtype")):
         warn_slow_bf16(bf16_slowdown())
-    block = config.engine.clients_per_block
-    if block == "auto":
-        captures = config.engine.cuda_graphs is not False or config.engine.compile is True
-        block = choose_block(run, raw_model, raw_federation, device, captures, config.engine.workers)
-    reason = _why_one_by_one(raw_model, raw_federation) if block > 1 else ""
-    if reason and config.engine.clients_per_block != "auto":
+    model.to(device)
+    findings = _first_step(config, run, model, federation, device)
+    block, reason = _choose_block(config, run, raw_model, raw_federation, device)
+    if block > 1:
+        try:
+            findings += _first_step(config, run, model, federation, device, clients=2)
+        except StepError as error:
+            block, reason = 1, str(error)
+    if reason and config.engine.clients_per_block not in (1, "auto"):
         raise RunError(
-            f"engine.clients_per_block is {block}, but clients of this model train one at a time: {reason}; set it to "
-            "1 or 'auto'"
+            f"engine.clients_per_block is {config.engine.clients_per_block}, but clients of this model train one at a "
+            f"time: {reason}; set it to 1 or 'auto'"
         )
-    block = 1 if reason else block
+    for finding in findings:
+        warnings.warn(finding, stacklevel=2)
     compiling = _choose_compile(config, run, model, federation, device, block)
     graphs = choose_graphs(
         config.engine.cuda_graphs, compiling.compile, device, strict_compile=config.engine.compile is True
@@ -191,6 +197,7 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
         guard,
         graphs,
         reason,
+        tuple(findings),
         compiling,
         subgroups,
     )
@@ -363,6 +370,30 @@ def _with_attackers(config: Config, method: Method, federation: Federation, key:
     return add_attack(method, settings.attack, attackers, settings.attack_strength), federation
 
 
+def _first_step(
+    config: Config, run: Run, model: Model, federation: Federation, device: torch.device, clients: int = 1
+) -> list[str]:
+    """Take the first step of a run on a GPU or in bfloat16, and return what the user should know of it."""
+    client = first_with_examples(federation)
+    half = "bfloat16" in (config.training.precision, config.model.get("dtype"))
+    if client is None or (device.type == "cpu" and not half):
+        return []
+    return take_first_step(run, model, federation, client, clients)
+
+
+def _choose_block(
+    config: Config, run: Run, model: Model, federation: Federation, device: torch.device
+) -> tuple[int, str]:
+    """Return the number of clients that train together, and why it is 1 if the model cannot train more."""
+    engine = config.engine
+    block = engine.clients_per_block
+    if block == "auto":
+        captures = engine.cuda_graphs is not False or engine.compile is True
+        block = choose_block(run, model, federation, device, captures, engine.workers)
+    reason = _why_one_by_one(model, federation) if block > 1 else ""
+    return (1 if reason else block), reason
+
+
 def _why_one_by_one(model: Model, federation: Federation) -> str:
     """Return why clients cannot train in a block; "" if they can, or if no client trains here."""
     client = first_with_examples(federation)
@@ -444,7 +475,7 @@ def _configure_torch(engine: EngineConfig) -> torch.device:
     if device.type == "cuda":
         # Otherwise the backward pass of fused attention sums in the order in which its blocks finish.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(engine.deterministic)
+        torch.use_deterministic_algorithms(bool(engine.deterministic), warn_only=engine.deterministic == "auto")
     return device
 
 

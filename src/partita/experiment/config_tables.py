@@ -181,7 +181,11 @@ class EngineConfig:
     client_state: Annotated[Literal["memory", "disk"], "where client state is kept between rounds"] = "memory"
     threads: Annotated[Processes | None, "number of torch threads; torch's own default if left out"] = None
     onednn: Annotated[bool | Literal["auto"], "use oneDNN kernels on CPUs"] = "auto"
-    deterministic: Annotated[bool, "on a GPU: bitwise reproducible results, at some cost in speed"] = True
+    deterministic: Annotated[
+        bool | Literal["auto"],
+        "on a GPU: bitwise reproducible results, at some cost in speed; `auto` says which operations have no kernel "
+        "for that and goes on, `true` refuses them",
+    ] = "auto"
     cuda_graphs: Annotated[
         bool | Literal["auto"], "on a GPU: capture training steps as CUDA graphs; `true` stops the run if that fails"
     ] = "auto"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import tomllib
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -182,6 +183,8 @@ def prepare(experiment: Experiment, folder: Path) -> None:
         chosen[BASE_DIGEST] = experiment.base_digest
     if experiment.one_by_one:
         chosen["one_by_one"] = experiment.one_by_one
+    if experiment.findings:
+        chosen["findings"] = "; ".join(experiment.findings)
     if experiment.compiling.reason:
         chosen["compile"] = experiment.compiling.reason
     run_folder.write_json(folder / run_folder.ENVIRONMENT, run_folder.environment(experiment.device, **chosen))
@@ -231,6 +234,8 @@ def describe_compute(config: Config, folder: Path) -> str:
     text = f"on {env['device']}, {env['threads']} threads, blocks of {env['block']}, steps {env['steps']}"
     if reason := env.get("one_by_one"):
         text += f"; clients train one at a time, because {reason}"
+    if found := env.get("findings"):
+        text += f"; {found}"
     if reason := env.get("compile"):
         text += f"; {'' if 'compiled' in env['steps'] else 'not '}compiled, because {reason}"
     text += f"; {env['data']}" if env.get("data", IN_MEMORY) != IN_MEMORY else ""
@@ -328,6 +333,7 @@ def _engine_and_store(
 
 def rebuild_engine(config: Config, secret: Key | None) -> SimulationEngine:
     """Build an engine in a spawned worker, which shares no memory and must load data and model itself."""
+    warnings.simplefilter("ignore")  # the first process has said it
     return build_engine(build(config, secret), MemoryStore())
 
 

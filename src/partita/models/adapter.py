@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -95,13 +96,20 @@ class FunctionalModel(Model):
         return Output(out.logits.float(), features)
 
     def uses_dropout(self) -> bool:
-        if self.draws is not None and self.draws.refused:
-            raise ModelError(
-                f"training.dropout: {self.name} has random draws that cannot come from the examples' seeds: "
-                f"{', '.join(self.draws.refused[:3])}; set their rates to 0 in the model's config, or set "
-                "training.dropout = false"
+        if self.draws is not None and self.draws.left_out:
+            more = f" and {len(self.draws.left_out) - 3} more" if len(self.draws.left_out) > 3 else ""
+            warnings.warn(
+                f"training.dropout: {self.name} trains without the random draws that cannot come from the examples' "
+                f"seeds: {', '.join(self.draws.left_out[:3])}{more}",
+                stacklevel=2,
             )
-        return self.draws is not None
+            self.draws.left_out = ()  # said once
+        return self.draws is not None and self.draws.found
+
+    def compute_in_float32(self, error: BaseException) -> str:
+        from partita.models.half_precision import compute_in_float32
+
+        return compute_in_float32(self.module, error)
 
     def losses(self, out: Output, targets: torch.Tensor) -> torch.Tensor:
         if isinstance(out, HeadOutput) and self.kind.loss is token_cross_entropy:
@@ -277,9 +285,11 @@ def from_module(
     module.train(False).requires_grad_(False)
     draws = use_keyed_dropout(module)
     if of_transformers(module):
+        from partita.models.torch_functions import use_own_functions
         from partita.models.transformers_attention import use_attention
 
         use_attention(module)
+        use_own_functions(module)
     _treat_padding_as_any_token(module)
     use_vmap_layers(module)
     use_layer_forward(module, draws, checkpointing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ _OTHER_DROPOUT = (
     torch.nn.AlphaDropout,
     torch.nn.FeatureAlphaDropout,
 )
+TOKENS_FIRST = ("xlnet",)  # types whose states are (token, example, width)
 
 
 @dataclass(eq=False)
@@ -35,14 +37,16 @@ class DropoutDraws:
         calls: By place, the number of draws so far in this forward pass.
         in_layer: Whether a program for all layers that are alike runs. `calls` then has names inside the layer, and
             places are tensors.
-        refused: Parts of the model with random draws that cannot come from seeds, in words.
+        found: Whether a part of the model draws from the seeds.
+        left_out: Parts of the model that drop nothing, because their draws cannot come from seeds, in words.
         replaced: Functions of torch that are replaced while a module runs, innermost last.
     """
 
     seeds: torch.Tensor | None = None
     calls: dict[int | str, int] = field(default_factory=dict)
     in_layer: bool = False
-    refused: tuple[str, ...] = ()
+    found: bool = True
+    left_out: tuple[str, ...] = ()
     replaced: list[tuple[Any, Any]] = field(default_factory=list)
 
     @contextmanager
@@ -56,28 +60,34 @@ class DropoutDraws:
             self.seeds, self.calls = before
 
     def factors(self, part: Any, rate: float, value: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-        """Return the factors of a dropout, of shape (example, *sizes).
+        """Return the factors of a dropout.
 
         Args:
             part: The part of the model that drops, with its `place`.
             rate: The probability to drop.
-            value: The tensor whose dtype the factors get. Its first dimension must be the example.
-            sizes: The sizes of the dimensions after the example.
+            value: The tensor whose dtype the factors get. Its first dimension is the example, or holds several rows of
+                each example, one example after the other.
+            sizes: The sizes of the dimensions after the first.
 
-        Raises:
-            ModelError: If the first dimension of `value` is not the example.
+        Returns:
+            The factors, of shape (row, *sizes); ones, if the rows are not those of the examples.
         """
         assert self.seeds is not None
-        if value.shape[0] != self.seeds.shape[0]:
-            raise ModelError(
+        rows, rest = divmod(value.shape[0], self.seeds.shape[0])
+        if rest:
+            warnings.warn(
                 f"a dropout of the model gets {value.shape[0]} rows for {self.seeds.shape[0]} examples, so its masks "
-                "cannot be drawn by example; set training.dropout = false"
+                "cannot be drawn by example; it drops nothing",
+                stacklevel=2,
             )
+            return torch.ones(value.shape[0], *sizes, dtype=value.dtype, device=value.device)
         name: int | str = part.name_in_layer if self.in_layer else part.place
         call = self.calls.get(name, 0)
         self.calls[name] = call + 1
         place: int | torch.Tensor = part.place_tensor if self.in_layer else part.place
-        return keep_factors(random_words(self.seeds, place + call, sizes), rate, value.dtype)
+        if rows == 1:
+            return keep_factors(random_words(self.seeds, place + call, sizes), rate, value.dtype)
+        return keep_factors(random_words(self.seeds, place + call, (rows, *sizes)).flatten(0, 1), rate, value.dtype)
 
 
 class KeyedDropout(torch.nn.Dropout):
@@ -85,8 +95,11 @@ class KeyedDropout(torch.nn.Dropout):
 
     draws: DropoutDraws
     place: int
+    tokens_first: bool = False  # whether inputs of three dimensions are (token, example, width)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.tokens_first and inputs.ndim == 3:
+            return _dropped(self, inputs.transpose(0, 1), self.p).transpose(0, 1)
         return _dropped(self, inputs, self.p)
 
 
@@ -132,16 +145,17 @@ def use_keyed_dropout(module: torch.nn.Module) -> DropoutDraws | None:
     """Let the dropout of a module in eval mode draw from seeds. Changes the module in place.
 
     Returns:
-        The draws that all its dropout layers share; None if the module drops nothing.
+        The draws that all its dropout layers share; None if the module has no dropout.
     """
-    draws, refused = DropoutDraws(), list[str]()
-    found = False
+    draws, left_out = DropoutDraws(), list[str]()
+    found, tokens_first = False, getattr(getattr(module, "config", None), "model_type", "") in TOKENS_FIRST
     for path, part in module.named_modules():
         named = _names_in_forward(type(part))
         if isinstance(part, _OTHER_DROPOUT) and part.p > 0:
-            refused.append(f"{path} ({type(part).__name__})")
+            left_out.append(f"{path} ({type(part).__name__})")
         elif type(part) is torch.nn.Dropout and part.p > 0:
             found = key_dropout(part, draws, path)
+            part.tokens_first = tokens_first  # type: ignore[assignment]
         elif type(part).__name__.endswith("DropPath") and getattr(part, "drop_prob", None):
             part.__class__ = KeyedDropPath
             found = _attach(part, draws, path)
@@ -152,13 +166,13 @@ def use_keyed_dropout(module: torch.nn.Module) -> DropoutDraws | None:
             found = _attach(part, draws, path)
         elif "training" in named and (rates := [rate for rate in _own_rates(part) if rate in named]):
             if "layerdrop" in rates or not {"functional", "dropout"} <= named:
-                refused.append(f"{path} ({type(part).__name__}: {', '.join(rates)})")
+                left_out.append(f"{path} ({type(part).__name__}: {', '.join(rates)})")
             else:
                 part.training = True
                 _draw_functional_dropout(part)
                 found = _attach(part, draws, path)
-    draws.refused = tuple(refused)
-    return draws if found or refused else None
+    draws.found, draws.left_out = found, tuple(left_out)
+    return draws if found or left_out else None
 
 
 def key_dropout(part: torch.nn.Dropout, draws: DropoutDraws, path: str) -> bool:

@@ -141,7 +141,7 @@ def check_tokens(path: str, config: Any, task: TaskInfo) -> None:
     positions = getattr(config, "max_position_embeddings", None)
     if positions and config.model_type in POSITIONS_AFTER_PADDING:
         positions -= config.pad_token_id + 1
-    if task.kind.inputs == "text" and positions and task.max_tokens > positions:
+    if task.kind.inputs == "text" and positions and 0 < positions < task.max_tokens:  # -1 stands for any number
         raise ModelError(
             f"the task has rows of {task.max_tokens} tokens, but '{path}' has {positions} positions; lower "
             "data.max_length (data.block_size for 'lm')"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
@@ -13,6 +15,20 @@ class Linear(torch.nn.Linear):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return _linear(inputs, self.weight, self.bias)
+
+
+class Conv1d(torch.nn.Conv1d):
+    """nn.Conv1d that keeps the autocast dtype under vmap."""
+
+    def _conv_forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return super()._conv_forward(*_in_autocast(input, weight, input, weight, bias))
+
+
+class Conv2d(torch.nn.Conv2d):
+    """nn.Conv2d that keeps the autocast dtype under vmap."""
+
+    def _conv_forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return super()._conv_forward(*_in_autocast(input, weight, input, weight, bias))
 
 
 class LinearPatchEmbedding(torch.nn.Conv2d):
@@ -40,18 +56,27 @@ def use_vmap_layers(module: torch.nn.Module) -> None:
             part.__class__ = Linear
         elif type(part) is torch.nn.Conv2d and _has_disjoint_windows(part):
             part.__class__ = LinearPatchEmbedding
+        elif type(part) is torch.nn.Conv2d:
+            part.__class__ = Conv2d
+        elif type(part) is torch.nn.Conv1d:
+            part.__class__ = Conv1d
 
 
 def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Linear layer that casts the bias itself: under vmap, autocast misses it and later layers would run in float32."""
-    batched = torch.compiler.is_compiling() or is_batchedtensor(inputs) or is_batchedtensor(weight)
-    autocasts = not inputs.is_meta and torch.is_autocast_enabled(inputs.device.type)
-    if bias is not None and batched and autocasts:
-        bias = bias.to(torch.get_autocast_dtype(inputs.device.type))
+    (bias,) = _in_autocast(inputs, weight, bias)
     if torch.compiler.is_compiling() and inputs.ndim > 2:
         # Flatten to rows: with more dimensions, vmap needs a count that torch before 2.13 lacks for symbolic shapes.
         return functional.linear(inputs.flatten(0, -2), weight, bias).unflatten(0, inputs.shape[:-1])
     return functional.linear(inputs, weight, bias)
+
+
+def _in_autocast(inputs: torch.Tensor, weight: torch.Tensor, *parts: Any) -> tuple[Any, ...]:
+    """Cast the parts of a layer that autocast misses under vmap: later layers would run in float32 or refuse them."""
+    batched = torch.compiler.is_compiling() or is_batchedtensor(inputs) or is_batchedtensor(weight)
+    if inputs.is_meta or not batched or not torch.is_autocast_enabled(inputs.device.type):
+        return parts
+    dtype = torch.get_autocast_dtype(inputs.device.type)
+    return tuple([None if part is None else part.to(dtype) for part in parts])
 
 
 def _has_disjoint_windows(part: torch.nn.Conv2d) -> bool:
