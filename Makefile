@@ -21,7 +21,7 @@ EXTRAS_lowest := flwr-datasets
 INSTALLED := dev$(addprefix $(comma),$(EXTRAS_$(VERSIONS)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-versions check style types wheel dist tutorials docs docs-test docs-all mutate bench format clean
+.PHONY: help demo test test-slow test-all test-gpu test-versions check style types wheel dist tutorials docs docs-test docs-all mutate bench format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -38,6 +38,9 @@ test-slow: $(READY)  ## the slow tests
 
 test-all: $(READY)  ## the fast and the slow tests
 	$(PYTEST) -m "slow or not slow" $(FILES)
+
+test-gpu: $(READY)  ## every model type, method, example and option on this machine's GPU, from the command; ten minutes
+	$(PY) scripts/test_gpu.py
 
 test-versions: $(READY)  ## some tests with other dependencies: make test-versions VERSIONS=lowest, or VERSIONS=newest
 	$(PY) -m pip freeze --all

@@ -41,6 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_other_cases_slow(items, config.args)
+    if on_gpu := [item for item in items if item.get_closest_marker("gpu")]:
+        import torch
+
+        for item in on_gpu if not torch.cuda.is_available() else ():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

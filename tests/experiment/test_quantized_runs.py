@@ -74,7 +74,7 @@ def test_block_equals_clients_one_by_one(mode: str, privacy: tuple[str, ...], ex
     assert apart(one, start) > 1e-3, "the adapter has trained"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, about itself
 @pytest.mark.parametrize("mode", ["8bit", "4bit"])
 @pytest.mark.parametrize("compiled", ["false", "true"])

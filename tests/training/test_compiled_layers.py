@@ -115,7 +115,7 @@ def test_a_plan_that_changes_compiles_a_layer_once_more() -> None:
     assert max_relative_difference(compiled, play(model, "fedfrozen", None, 3, 3, warmup=1)) < 1e-3
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("compile", [False, True])
 def test_language_models_run_in_cuda_graphs(

@@ -35,8 +35,6 @@ from partita.training.cuda_graphs import GraphCache
 from partita.training.ghost_kernels import scaled_parts
 from partita.training.ghost_layers import product
 
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 METHODS = ["fedavg", "scaffold", "fedper"]
 ON_GPU: list[dict[str, Any]] = [{"device": "cuda", "clients_per_block": 1}, {"device": "cuda", "clients_per_block": 2}]
 ON_GPU += [{"device": "cuda", "clients_per_block": 2, "cuda_graphs": False}]
@@ -51,7 +49,7 @@ def rows_and_digest(folder: Path) -> tuple[list[dict[str, Any]], str]:
     return rows, result["digest"]
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("method", ["fedavg", "fedsam", "fedlesam"])
@@ -73,7 +71,7 @@ def mistaken_work() -> Tensor:
     raise KeyError("no such name")
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("work", [wait_for_the_gpu, mistaken_work])
 def test_a_failed_capture_leaves_the_gpu_usable(work: Callable[[], Tensor]) -> None:
     """Draws, eager training, graphs from before, and new graphs; without the memory of the failed one."""
@@ -107,7 +105,7 @@ def test_a_failed_capture_leaves_the_gpu_usable(work: Callable[[], Tensor]) -> N
     assert max_relative_difference(recorded, expected) < 1e-3
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_captured_evaluations_match_eager_ones_on_a_gpu() -> None:
     run, model, federation = small_vit_run("fedavg", AdamW(), 4)
     graphs = GraphCache(CudaRecorder())
@@ -120,7 +118,7 @@ def test_captured_evaluations_match_eager_ones_on_a_gpu() -> None:
     assert any(graphs.forward.captured.values())
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_random_draws_do_not_depend_on_captures() -> None:
     ends = []
     for captures in (0, 1):
@@ -131,7 +129,7 @@ def test_random_draws_do_not_depend_on_captures() -> None:
     assert torch.equal(*ends)
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("block", [1, 4])
 def test_training_goes_on_where_compiled_steps_cannot_be_captured(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled loss waits for the GPU. Steps are then compiled, and run one by one."""
@@ -156,7 +154,7 @@ def test_training_goes_on_where_compiled_steps_cannot_be_captured(block: int, mo
     assert max_relative_difference(compiled, play_graphs("fedavg", AdamW(), None, block, device="cuda")) < 1e-3
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_training_goes_on_after_the_compiler_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(made: Any, **told: Any) -> Any:
         def call(*parts: Any) -> None:
@@ -174,7 +172,7 @@ def test_training_goes_on_after_the_compiler_has_failed(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("engine", [*ON_CPU, *(pytest.param(each, marks=on_a_gpu) for each in ON_GPU)], ids=str)
+@pytest.mark.parametrize("engine", [*ON_CPU, *(pytest.param(each, marks=pytest.mark.gpu) for each in ON_GPU)], ids=str)
 def test_run_repeats_and_resumes_exactly(method: str, engine: dict[str, Any], tmp_path: Path) -> None:
     settings = small_config(method, 4, **engine)
     for name in ("whole", "again"):
@@ -186,7 +184,7 @@ def test_run_repeats_and_resumes_exactly(method: str, engine: dict[str, Any], tm
     assert rows_and_digest(tmp_path / "stopped") == whole
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("engine", ON_GPU, ids=str)
 def test_two_workers_on_one_gpu_give_the_result_of_one(method: str, engine: dict[str, Any], tmp_path: Path) -> None:
@@ -195,7 +193,7 @@ def test_two_workers_on_one_gpu_give_the_result_of_one(method: str, engine: dict
     assert rows_and_digest(tmp_path / "1") == rows_and_digest(tmp_path / "2")
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_gpu_noise_equals_cpu_noise() -> None:
     """Up to float64 rounding, which the release grid removes. The first draw compares the ciphers bit for bit."""
     like = {"w": torch.zeros(300, 70), "b": torch.zeros(7)}
@@ -209,7 +207,7 @@ def test_gpu_noise_equals_cpu_noise() -> None:
         assert torch.equal(*released)
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_private_round_on_a_gpu_matches_a_cpu_up_to_rounding() -> None:
     run, clients = toy_run(replace(fedavg(), privacy=DPSGDSettings(clip=0.5, noise=0.8)), lr=1.0), Clients(a=8, b=12)
     ends = []
@@ -225,7 +223,7 @@ def test_private_round_on_a_gpu_matches_a_cpu_up_to_rounding() -> None:
     assert max_difference(ends[0], {name: value.cpu() for name, value in model.initial.items()}) > 0.1
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_weighted_gradients_in_half_precision_are_exact_and_never_longer_on_a_gpu() -> None:
     draw = torch.Generator().manual_seed(0)
     given = (1e3 * torch.randn(2, 5, 3, 16, generator=draw)).bfloat16()
@@ -240,7 +238,7 @@ def test_weighted_gradients_in_half_precision_are_exact_and_never_longer_on_a_gp
     assert product(given[0].cuda(), given[0].mT.cuda()).dtype == torch.float32
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("std", [0.3, 2.0])
 def test_noise_is_added_on_a_gpu_as_on_a_cpu_and_then_gone(std: float) -> None:
     value, noise = torch.randn(3, 1001), gaussian_noise({"w": torch.empty(3, 1001)}, Key(1), std)["w"]
@@ -249,7 +247,7 @@ def test_noise_is_added_on_a_gpu_as_on_a_cpu_and_then_gone(std: float) -> None:
     assert bool(held.isnan().all())
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("clipping", ["ghost", "direct"])
 @pytest.mark.parametrize("block", [1, 2])

@@ -231,7 +231,7 @@ def test_rules_see_the_batch_without_seeds(privacy: DPSGDSettings | None) -> Non
     assert all(names == {"input_ids", "attention_mask"} for names in Watching.seen)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("block", [1, 3])
 def test_a_gpu_drops_what_a_cpu_drops_also_in_cuda_graphs(block: int) -> None:
     options = {"epochs": 2, "batch_size": 2}
