@@ -1,7 +1,7 @@
 """Run partita on this machine's GPU as a user does, and say what passed.
 
     python scripts/test_gpu.py                    everything; about ten minutes on 16 cores
-    python scripts/test_gpu.py --only methods     the cases whose name begins so
+    python scripts/test_gpu.py --only methods     the cases whose name begins so; a regular expression
     python scripts/test_gpu.py --record           also write the results by model type for docs/reference/models.md
 
 Each case is one or several commands in a process of its own, many side by side on one GPU. A case passes if all its
@@ -513,7 +513,9 @@ def record(results: list[Result]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", default=[], help="only cases whose name begins so; repeatable")
+    parser.add_argument(
+        "--only", action="append", default=[], help="only cases whose name this pattern matches; repeatable"
+    )
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="cases side by side")
     parser.add_argument("--record", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     parser.add_argument("--log", type=Path, help="also write every result as a line of JSON to this file")
@@ -529,7 +531,7 @@ def main() -> None:
     import partita.experiment.runner  # noqa: F401
 
     started = time.perf_counter()
-    cases = [case for case in all_cases() if not given.only or case.name.startswith(tuple(given.only))]
+    cases = [case for case in all_cases() if not given.only or any(re.match(only, case.name) for only in given.only)]
     results = []
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(given.log.open("w")) if given.log else None
