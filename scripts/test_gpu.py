@@ -24,6 +24,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -123,6 +124,7 @@ def partita(*command: str) -> str | None:
         output.seek(0)
         text = output.read()
     if not code:
+        assert "does not have a deterministic implementation" not in text, f"not told in plain words: {text}"
         return None
     if "Traceback" in text:
         return text[text.index("Traceback") :]
@@ -183,7 +185,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 
 def type_cases() -> Iterator[Case]:
     """Every model type: in float32 and bfloat16, compiled, with DP-SGD and with LoRA."""
-    from model_types import CASES
+    from model_types import CASES  # type: ignore[import-not-found]
 
     for case in CASES:
         for column, changes in COLUMNS.items():
@@ -191,7 +193,7 @@ def type_cases() -> Iterator[Case]:
                 f"types/{case}/{column}",
                 (("run", "-c", "type.toml", "--out", "run", "-q", *_sets(*changes)),),
                 equals_the_cpu if column == "float32" else None,
-                lambda case=case: write_type(case),
+                partial(write_type, case),
                 may_refuse=True,
                 seconds=40.0 if column == "compiled" else 5.0,
             )
@@ -315,9 +317,9 @@ def option_cases() -> Iterator[Case]:
         changes = (f"model.quantize={bits}", "model.adapter={rank=2, roles=['query', 'mlp']}")
         for name, more in {"": (), "-bfloat16": ("model.dtype=bfloat16",), "-dp": (f"{PRIVATE}}}",)}.items():
             run = ("run", "-c", "type.toml", "--out", "run", "-q", *_sets(*changes, *more))
-            yield Case(f"options/{bits}{name}", (run,), prepare=lambda: write_type("llama-lm"), seconds=20)
+            yield Case(f"options/{bits}{name}", (run,), prepare=partial(write_type, "llama-lm"), seconds=20)
     checkpointing = ("run", "-c", "type.toml", "--out", "run", "-q", *_sets("model.checkpointing=true"))
-    yield Case("options/checkpointing", (checkpointing,), prepare=lambda: write_type("llama-lm"), seconds=10)
+    yield Case("options/checkpointing", (checkpointing,), prepare=partial(write_type, "llama-lm"), seconds=10)
 
 
 # Commands and examples
@@ -355,9 +357,7 @@ def command_cases() -> Iterator[Case]:
         changes = (f"method.name={method}", "training={optimizer='sgd', lr=0.05}", "checkpoint.every=2", "rounds=40")
         run = (*RUN, *_sets(*changes))
         whole = tuple("whole" if word == "run" and place else word for place, word in enumerate(run))
-        yield Case(
-            f"commands/killed-and-resumed-{method}", (whole,), lambda run=run: killed(run), write_small, seconds=60
-        )
+        yield Case(f"commands/killed-and-resumed-{method}", (whole,), partial(killed, run), write_small, seconds=60)
 
 
 def loads_in_transformers() -> None:
@@ -392,11 +392,11 @@ def example_cases() -> Iterator[Case]:
     for name in EXAMPLES:
         run: Command = ("run", "-c", f"{name}.toml", "--rounds", "2", "--out", "run", "-q")
         if name == "language_model":
-            names = ("chat", name)
+            names = ["chat", name]
             changes = ("data.path=conversations", "data.max_length=64", "split.column=school", "model.path=tiny-llama")
             run = (*run, *_sets(*changes))
         else:
-            names = (name,)
+            names = [name]
         init = tuple(("init", "--example", each) for each in names)
         after: tuple[Command, ...] = (("evaluate", "run"),)
         after += (("export", "run", "--to", "exported"),) if name != "prompts" else ()
@@ -420,8 +420,8 @@ def write_dino() -> None:
     """Write a random model with the shape of DINOv2-small, whose positions are those of 518-pixel images."""
     from transformers import Dinov2Config, Dinov2ForImageClassification
 
-    shape = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 12, "image_size": 518, "patch_size": 14}
-    Dinov2ForImageClassification(Dinov2Config(**shape)).save_pretrained("dino")
+    shape = Dinov2Config(hidden_size=384, num_attention_heads=6, num_hidden_layers=12, image_size=518, patch_size=14)
+    Dinov2ForImageClassification(shape).save_pretrained("dino")
     Path("dino.toml").write_text(DINO.format(tasks=TASKS))
 
 
@@ -454,14 +454,14 @@ def too_large() -> str:
 
 
 def pytest_cases() -> Iterator[Case]:
-    """The tests marked `gpu`, file by file."""
+    """The tests marked `gpu`, each test function in a process of its own."""
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if "mark.gpu" in path.read_text():
-            yield Case(f"tests/{path.stem}", check=lambda path=path: pytest_of(path), seconds=120)
+        for test in re.findall(r"@pytest\.mark\.gpu\n(?:@.*\n|[ )].*\n)*def (test_\w+)", path.read_text()):
+            yield Case(f"tests/{path.stem}/{test}", check=partial(pytest_of, f"{path}::{test}"), seconds=90)
 
 
-def pytest_of(path: Path) -> str:
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu", str(path)]
+def pytest_of(test: str) -> str:
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu", test]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-500:]

@@ -661,7 +661,7 @@ def test_nondeterministic_operation_error_names_the_setting(monkeypatch: pytest.
         raise RuntimeError(said)
 
     monkeypatch.setattr("partita.engines.simulation.start_training", fail)
-    with pytest.raises(RunError, match=r"engine\.deterministic is true, but .* uses blur_backward.*'auto'"):
+    with pytest.raises(RunError, match=r"engine\.deterministic is true, but blur_backward has no deterministic kernel.*'auto'"):
         play(toy_run(fedavg(), 1), MODEL, FOUR)
     said = "something else"
     with pytest.raises(RuntimeError, match="something else"):

@@ -71,13 +71,9 @@ def first_step(model: Any, precision: str = "float32") -> list[str]:
     return take_first_step(run, model, population, population.clients[0])
 
 
-LACKS = "upsample_cuda does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms"
-
-
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (RuntimeError(LACKS), "engine.deterministic is true, but .* uses upsample_cuda.*set it to 'auto'"),
         (RuntimeError("CUDA error: misaligned\nmore\nlines"), "cannot train here: CUDA error: misaligned$"),
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory while training one client; lower training.batch"),
     ],
@@ -92,16 +88,6 @@ def test_a_step_that_fails_is_one_line(error: Exception, told: str, precision: s
 def test_other_errors_of_a_model_are_not_changed() -> None:
     with pytest.raises(KeyError):
         first_step(Failing(KeyError("w")))
-
-
-def test_an_operation_without_a_deterministic_kernel_is_told_once() -> None:
-    model = Failing(warning=f"{LACKS}(True, warn_only=True)'.")
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        [finding] = first_step(model)
-        model(model.initial, ToyPopulation()["c0"].train.take(torch.arange(2)).inputs)
-    assert finding.startswith("upsample_cuda has no deterministic kernel on this device")
-    assert not seen
 
 
 def test_other_warnings_of_the_first_step_are_kept() -> None:

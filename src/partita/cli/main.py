@@ -518,6 +518,10 @@ def _told(error: Exception) -> str | None:
         return (
             f"the GPU failed: {str(error).splitlines()[0]}; 'partita resume' continues a run from its last checkpoint"
         )
+    if kind == "RuntimeError":
+        from partita.engines.determinism import refusal
+
+        return refusal(error) or None
     return str(error) if _is_user_error(error) else None
 
 

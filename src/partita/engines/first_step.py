@@ -7,9 +7,6 @@ all show there.
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -20,9 +17,9 @@ from partita.core.data import Population
 from partita.core.model import Model
 from partita.core.rounds import initial_server, make_job
 from partita.core.settings import Run, RunError
+from partita.engines.determinism import found_operations, go_on_without, strict_steps
 from partita.training.local_training import train_clients
 
-NOT_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
 TRIED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 SMALLER = (
     "lower training.batch_size and raise training.accumulate, set model.checkpointing = true, or store frozen weights "
@@ -51,48 +48,43 @@ def take_first_step(run: Run, model: Model, population: Population, client: str,
 
     Raises:
         StepError: If the model cannot take the step.
+        NotDeterministicError: If an operation has no deterministic kernel, and the run asks for one.
     """
     step = replace(run, training=replace(run.training, steps=1))
     job, _ = make_job(step, model, initial_server(step, model), 0, client)
     examples = population[client].train
     findings: list[str] = []
-    while True:
-        try:
-            with _operations_without_kernel() as operations:
-                train_clients(step, [begin_round(step, model, job, ClientState(), examples) for _ in range(clients)])
-            break
-        except torch.OutOfMemoryError as error:
-            raise StepError(f"{out_of_memory(error)} while training {clients_of(clients)}; {SMALLER}") from error
-        except (RuntimeError, ValueError) as error:
-            cause = _first_cause(error)
-            if not isinstance(cause, RuntimeError):
-                raise
-            refuse_not_deterministic(cause, model.name)
-            reason = str(cause).strip().splitlines()[0].rstrip(".")
-            part = model.compute_in_float32(error) if _computes_in_half(run, model) else ""
-            if not part:
-                raise StepError(f"{model.name} cannot train here: {reason}") from error
-            findings.append(f"{part} of {model.name} computes in float32, because in bfloat16: {reason}")
-    for operation in operations:
-        findings.append(
-            f"{operation} has no deterministic kernel on this device, so the last digits may differ between runs"
-        )
-        warnings.filterwarnings("ignore", re.escape(operation))  # torch would say so in each step
-    return findings
+    with found_operations() as operations:
+        while True:
+            try:
+                with strict_steps():
+                    train_clients(
+                        step, [begin_round(step, model, job, ClientState(), examples) for _ in range(clients)]
+                    )
+                return findings + operations
+            except torch.OutOfMemoryError as error:
+                raise StepError(f"{out_of_memory(error)} while training {clients_of(clients)}; {SMALLER}") from error
+            except (RuntimeError, ValueError) as error:
+                findings.append(_mend(error, run, model))
+
+
+def _mend(error: Exception, run: Run, model: Model) -> str:
+    """Change what a step failed for, and return what the user should know."""
+    cause = _first_cause(error)
+    if not isinstance(cause, RuntimeError):
+        raise error
+    if finding := go_on_without(cause):
+        return finding
+    reason = str(cause).strip().splitlines()[0].rstrip(".")
+    part = model.compute_in_float32(error) if _computes_in_half(run, model) else ""
+    if not part:
+        raise StepError(f"{model.name} cannot train here: {reason}") from error
+    return f"{part} of {model.name} computes in float32, because in bfloat16: {reason}"
 
 
 def clients_of(count: int) -> str:
     """Return "3 clients together", or "one client"."""
     return f"{count} clients together" if count > 1 else "one client"
-
-
-def refuse_not_deterministic(error: RuntimeError, model: str) -> None:
-    """Raise a StepError if torch refused an operation because it has no deterministic kernel."""
-    if found := NOT_DETERMINISTIC.search(str(error)):
-        raise StepError(
-            f"engine.deterministic is true, but {model} uses {found[1]}, which has no deterministic kernel on this "
-            "device; set it to 'auto', but then the last digits may differ between runs"
-        ) from error
 
 
 def out_of_memory(error: torch.OutOfMemoryError) -> str:
@@ -106,20 +98,6 @@ def out_of_memory(error: torch.OutOfMemoryError) -> str:
         f"out of GPU memory: {held} were taken and {wanted or 'more'} needed, but {memory.size(free)} of "
         f"{memory.size(total)} are free"
     )
-
-
-@contextmanager
-def _operations_without_kernel() -> Iterator[list[str]]:
-    """Collect the names of operations that have no deterministic kernel, of which torch warns."""
-    found: list[str] = []
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        yield found
-    for each in seen:
-        if operation := NOT_DETERMINISTIC.search(str(each.message)):
-            found.extend({operation[1]} - {*found})
-        else:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
 def _first_cause(error: BaseException) -> BaseException:

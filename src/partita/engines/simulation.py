@@ -33,7 +33,8 @@ from partita.core.settings import Run, RunError
 from partita.core.tensors import Tensors
 from partita.core.update import Update
 from partita.engines.availability import Availability
-from partita.engines.first_step import SMALLER, clients_of, out_of_memory, refuse_not_deterministic
+from partita.engines.determinism import go_on_without, strict_steps
+from partita.engines.first_step import SMALLER, clients_of, out_of_memory
 from partita.evaluation import ACCURACY, Evaluator, score
 from partita.storage.client_store import ClientStore, MemoryStore
 from partita.training.cuda_graphs import GraphCache
@@ -207,21 +208,25 @@ class SimulationEngine:
             waits = [self._start(run, part) for part in chunks(client_rounds, self.block)]
             return lambda: [result for wait in waits for result in wait()]
         try:
-            return start_training(run, client_rounds, self.make_trainer)
+            with strict_steps():
+                return start_training(run, client_rounds, self.make_trainer)
         except torch.OutOfMemoryError as error:
             missing = out_of_memory(error)
             if len(client_rounds) == 1:
                 more = ", or set engine.cuda_graphs = false" if isinstance(self.make_trainer, GraphCache) else ""
                 raise RunError(f"{missing} while training one client; {SMALLER}{more}") from error
         except RuntimeError as error:
-            refuse_not_deterministic(error, self.model.name)
-            raise
+            finding = go_on_without(error)
+            if not finding:
+                raise
+            missing = ""
         # After the error, whose traceback holds what the block allocated.
-        self.block = len(client_rounds) // 2
-        warnings.warn(
-            f"{missing} while training {clients_of(len(client_rounds))}; from now on it is {clients_of(self.block)}",
-            stacklevel=2,
-        )
+        if missing:
+            self.block = len(client_rounds) // 2
+            finding = (
+                f"{missing} while training {clients_of(len(client_rounds))}; from now on it is {clients_of(self.block)}"
+            )
+        warnings.warn(finding, stacklevel=2)
         if isinstance(self.make_trainer, GraphCache):
             self.make_trainer.known.clear()
         gc.collect()  # trainers refer to themselves

@@ -244,7 +244,8 @@ def _segmentation(batches: Iterator[Predictions], classes: tuple[str, ...]) -> O
             matrices.append(torch.bincount(pairs, minlength=size * size).cpu())
             right, place = (true == told)[own].double(), bins_of(sure[own])
             weights = (torch.ones_like(right), sure[own].double(), right)
-            bins.append(torch.cat([torch.bincount(place, each, BINS).cpu() for each in weights]))
+            # On the CPU: a weighted count has no deterministic CUDA kernel.
+            bins.append(torch.cat([torch.bincount(place.cpu(), each.cpu(), BINS) for each in weights]))
             means.append([1.0, loss])
     counts = torch.stack(matrices)  # (image, true class x predicted class)
     confusion = counts.sum(0).view(size, size).numpy()

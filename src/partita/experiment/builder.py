@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +36,7 @@ from partita.engines.autotune import (
 )
 from partita.engines.availability import Availability, read_trace
 from partita.engines.compile_choice import CompileChoice, choose_compile
+from partita.engines.determinism import NotDeterministicError, set_determinism
 from partita.engines.first_step import StepError, take_first_step
 from partita.engines.program_cache import use_program_cache
 from partita.engines.simulation import SimulationEngine
@@ -161,7 +161,7 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
     if block > 1:
         try:
             findings += _first_step(config, run, model, federation, device, clients=2)
-        except StepError as error:
+        except (StepError, NotDeterministicError) as error:
             block, reason = 1, str(error)
     if reason and config.engine.clients_per_block not in (1, "auto"):
         raise RunError(
@@ -473,9 +473,7 @@ def _configure_torch(engine: EngineConfig) -> torch.device:
     configure_backends(engine.onednn)
     device = _device(engine.device)
     if device.type == "cuda":
-        # Otherwise the backward pass of fused attention sums in the order in which its blocks finish.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(bool(engine.deterministic), warn_only=engine.deterministic == "auto")
+        set_determinism(engine.deterministic)
     return device
 
 
