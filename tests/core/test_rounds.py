@@ -629,10 +629,12 @@ def test_a_client_that_does_not_fit_is_an_error_with_a_remedy(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("ahead", "said"),
     [(0, ["give a", "wait a", "give b", "wait b", "give c", "wait c"]),
-     (1, ["give a", "give b", "wait a", "give c", "wait b", "wait c"])],
+     (1, ["give a", "give b", "wait a", "give c", "wait b", "wait c"]),
+     # b fits alone only
+     ("full", ["give a", "give b", "wait a", "give b", "wait b", "give c", "wait c"])],
 )  # fmt: skip
 def test_engine_queues_the_next_block_before_waiting_for_the_last(
-    ahead: int, said: list[str], monkeypatch: pytest.MonkeyPatch
+    ahead: int | str, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
 
@@ -641,6 +643,8 @@ def test_engine_queues_the_next_block_before_waiting_for_the_last(
     ) -> Callable[[], list[LocalResult]]:
         [client] = [each.job.client for each in visits]
         told.append(f"give {client}")
+        if ahead == "full" and told == ["give a", "give b"]:
+            raise torch.OutOfMemoryError("none left")
         wait = start_training(run, visits, blocks)
         return lambda: told.append(f"wait {client}") or wait()  # type: ignore[func-returns-value]
 
@@ -648,7 +652,7 @@ def test_engine_queues_the_next_block_before_waiting_for_the_last(
     run, clients = toy_run(fedavg(), 1), Clients(a=4, b=4, c=4)
     engine = SimulationEngine(run, MODEL, clients)
     assert engine.blocks_ahead == 0  # on a CPU
-    engine.blocks_ahead = ahead
+    engine.blocks_ahead = int(bool(ahead))
     jobs = [make_job(run, MODEL, initial_server(run, MODEL), 0, client)[0] for client in "abc"]
     assert [each.client for each in engine.train(jobs)] == ["a", "b", "c"]
     assert told == said
@@ -661,7 +665,9 @@ def test_nondeterministic_operation_error_names_the_setting(monkeypatch: pytest.
         raise RuntimeError(said)
 
     monkeypatch.setattr("partita.engines.simulation.start_training", fail)
-    with pytest.raises(RunError, match=r"engine\.deterministic is true, but blur_backward has no deterministic kernel.*'auto'"):
+    with pytest.raises(
+        RunError, match=r"engine\.deterministic is true, but blur_backward has no deterministic kernel.*'auto'"
+    ):
         play(toy_run(fedavg(), 1), MODEL, FOUR)
     said = "something else"
     with pytest.raises(RuntimeError, match="something else"):

@@ -61,11 +61,14 @@ def take_first_step(run: Run, model: Model, population: Population, client: str,
                     train_clients(
                         step, [begin_round(step, model, job, ClientState(), examples) for _ in range(clients)]
                     )
-                return findings + operations
+                break
             except torch.OutOfMemoryError as error:
+                if clients > 1:  # the engine halves a block that does not fit
+                    break
                 raise StepError(f"{out_of_memory(error)} while training {clients_of(clients)}; {SMALLER}") from error
             except (RuntimeError, ValueError) as error:
                 findings.append(_mend(error, run, model))
+    return findings + operations
 
 
 def _mend(error: Exception, run: Run, model: Model) -> str:

@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeVar
 
 import torch
@@ -96,16 +96,24 @@ class SimulationEngine:
         idle.
         """
         launched: deque[Iterator[Update | ClientFailure]] = deque()
-        for chunk in chunks(jobs, self.block):
-            launched.append(self._train(chunk))
-            if len(launched) > self.blocks_ahead:
+        rest = iter(jobs)
+        while chunk := list(islice(rest, self.block)):
+            replies = self._train(chunk, alone=not launched)
+            if replies is None:  # again, with what is different now
+                rest = chain(chunk, rest)
+            else:
+                launched.append(replies)
+            while len(launched) > (self.blocks_ahead if replies else 0):
                 yield from launched.popleft()
         for replies in launched:
             yield from replies
 
-    def _train(self, jobs: Sequence[Job]) -> Iterator[Update | ClientFailure]:
+    def _train(self, jobs: Sequence[Job], alone: bool) -> Iterator[Update | ClientFailure] | None:
+        """Launch the training of a block. Return None if it has to be launched once more."""
         client_rounds = [self._begin(job) for job in jobs]
-        wait = self._launch(self.run, [item for item in client_rounds if isinstance(item, ClientRound)])
+        wait = self._launch(self.run, [item for item in client_rounds if isinstance(item, ClientRound)], alone)
+        if wait is None:
+            return None
 
         def replies() -> Iterator[Update | ClientFailure]:
             results = iter(wait())
@@ -120,14 +128,19 @@ class SimulationEngine:
         New classes are scored with a model that has their names in place of the names of training.
         """
         base = self.model.for_classes(on.classes) if isinstance(on, NewClasses) else self.model
-        for chunk in chunks(jobs, self.block):
-            for job, params in zip(chunk, self._params_to_test(chunk), strict=True):
+        rest = iter(jobs)
+        while chunk := list(islice(rest, self.block)):
+            tested = self._params_to_test(chunk)
+            if tested is None:  # again, with what is different now
+                rest = chain(chunk, rest)
+                continue
+            for job, params in zip(chunk, tested, strict=True):
                 examples = self._examples(job.client, on)
                 model = client_model(self.run, base, job)
                 yield job.client, score(model, model.personal(params), examples, self.evaluator, self.forward)
 
-    def _params_to_test(self, jobs: Sequence[Job]) -> list[Tensors]:
-        """Return all parameters of each client's model, after what it trains before a test."""
+    def _params_to_test(self, jobs: Sequence[Job]) -> list[Tensors] | None:
+        """Return all parameters of each client's model, after what it trains before a test; None to ask once more."""
         full = [self._all_params(job) for job in jobs]
         phases = [phases_before_test(self.run, self.model, job) for job in jobs]
         places = [place for place, own in enumerate(phases) if own]
@@ -135,8 +148,10 @@ class SimulationEngine:
             return full
         # Plain training: the method's client rules apply to its own rounds only.
         plain = replace(self.run, method=replace(self.run.method, client_rules=(), carry_optimizer=False))
-        adapted = self._launch(plain, [self._adaptation(jobs[place], phases[place]) for place in places])()
-        for place, own in zip(places, adapted, strict=True):
+        wait = self._launch(plain, [self._adaptation(jobs[place], phases[place]) for place in places])
+        if wait is None:
+            return None
+        for place, own in zip(places, wait(), strict=True):
             full[place] = {**full[place], **own.params}
         return full
 
@@ -190,49 +205,69 @@ class SimulationEngine:
             raise error
         return ClientFailure(error.client, error.reason)
 
-    def _launch(self, run: Run, client_rounds: Sequence[ClientRound]) -> Callable[[], list[LocalResult]]:
+    def _launch(
+        self, run: Run, client_rounds: Sequence[ClientRound], alone: bool = True
+    ) -> Callable[[], list[LocalResult]] | None:
+        """Launch the training of a block, in groups of clients with equal plans.
+
+        Args:
+            run: The run.
+            client_rounds: What the clients begin with.
+            alone: Whether no other block takes memory now.
+
+        Returns:
+            A function that waits for the results; None if the device refused something that is different from now on,
+            such as the size of blocks.
+        """
         groups: dict[Hashable, list[int]] = {}
         for place, client_round in enumerate(client_rounds):
             groups.setdefault(group_key(run, client_round), []).append(place)
-        waits = [(places, self._start(run, [client_rounds[place] for place in places])) for places in groups.values()]
-
-        def wait() -> list[LocalResult]:
-            results = {place: result for places, rest in waits for place, result in zip(places, rest(), strict=True)}
-            return [results[place] for place in range(len(client_rounds))]
-
-        return wait
-
-    def _start(self, run: Run, client_rounds: Sequence[ClientRound]) -> Callable[[], list[LocalResult]]:
-        """Start to train a block; in parts, if so many clients do not fit in memory together."""
-        if len(client_rounds) > self.block:
-            waits = [self._start(run, part) for part in chunks(client_rounds, self.block)]
-            return lambda: [result for wait in waits for result in wait()]
         try:
             with strict_steps():
-                return start_training(run, client_rounds, self.make_trainer)
+                waits = [
+                    (places, start_training(run, [client_rounds[place] for place in places], self.make_trainer))
+                    for places in groups.values()
+                ]
         except torch.OutOfMemoryError as error:
-            missing = out_of_memory(error)
-            if len(client_rounds) == 1:
-                more = ", or set engine.cuda_graphs = false" if isinstance(self.make_trainer, GraphCache) else ""
-                raise RunError(f"{missing} while training one client; {SMALLER}{more}") from error
+            finding = self._halve(error, len(client_rounds), alone)
         except RuntimeError as error:
             finding = go_on_without(error)
             if not finding:
                 raise
-            missing = ""
+        else:
+
+            def wait() -> list[LocalResult]:
+                results = {
+                    place: result for places, rest in waits for place, result in zip(places, rest(), strict=True)
+                }
+                return [results[place] for place in range(len(client_rounds))]
+
+            return wait
         # After the error, whose traceback holds what the block allocated.
-        if missing:
-            self.block = len(client_rounds) // 2
-            finding = (
-                f"{missing} while training {clients_of(len(client_rounds))}; from now on it is {clients_of(self.block)}"
-            )
-        warnings.warn(finding, stacklevel=2)
+        if finding:
+            warnings.warn(finding, stacklevel=2)
         if isinstance(self.make_trainer, GraphCache):
             self.make_trainer.known.clear()
         gc.collect()  # trainers refer to themselves
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return self._start(run, client_rounds)
+        return None
+
+    def _halve(self, error: torch.OutOfMemoryError, clients: int, alone: bool) -> str:
+        """Train fewer clients together from now on, and return what to tell the user.
+
+        Raises:
+            RunError: If a single client does not fit in memory.
+        """
+        missing = out_of_memory(error)
+        if clients > 1:
+            self.block = clients // 2
+            return f"{missing} while training {clients_of(clients)}; from now on it is {clients_of(self.block)}"
+        if alone:
+            more = ", or set engine.cuda_graphs = false" if isinstance(self.make_trainer, GraphCache) else ""
+            raise RunError(f"{missing} while training one client; {SMALLER}{more}") from error
+        self.blocks_ahead = 0
+        return ""
 
     def _through_wire(self, job: Job) -> Job:
         if not self.wire:
