@@ -250,7 +250,7 @@ training = { optimizer = "adamw", lr = 1e-3 }
 method = { name = "fedavg" }
 """
 RUN: Command = ("run", "-c", "small.toml", "--out", "run", "-q")
-DIGITS: Command = ("run", "-c", str(ROOT / "examples" / "digits.toml"), "--rounds", "3", "--out", "run", "-q")
+DIGITS: Command = ("run", "-c", str(ROOT / "examples" / "digits.toml"), "--out", "run", "-q", "--set", "rounds=3")
 
 
 def write_small() -> None:
@@ -277,8 +277,8 @@ PRIVATE = "privacy={unit='example', clip=1.0, noise=1.0, delta=1e-3, repeatable=
 OPTIONS: dict[str, tuple[str, ...]] = {
     "defaults": (),
     "bfloat16": ("training.precision=bfloat16",),
-    "compiled": ("engine.compile=true",),
-    "compiled-bfloat16": ("engine.compile=true", "training.precision=bfloat16"),
+    "compiled": ("engine.compile=true", "rounds=1"),
+    "compiled-bfloat16": ("engine.compile=true", "training.precision=bfloat16", "rounds=1"),
     "eager": ("engine.cuda_graphs=false",),
     "one-by-one": ("engine.clients_per_block=1",),
     "two-workers": ("engine.workers=2",),
@@ -385,6 +385,9 @@ def killed(run: Command) -> str:
     return f"{kills} kills"
 
 
+ROWS = {"clinical": "notes/train.jsonl", "statements": "statements/train.jsonl", "dates": "dates/train.jsonl"}
+
+
 def example_cases() -> Iterator[Case]:
     """Each example with its data. The language model of the last one is not here; a tiny one takes its place."""
     from partita.experiment.starter import EXAMPLES
@@ -400,7 +403,11 @@ def example_cases() -> Iterator[Case]:
         init = tuple(("init", "--example", each) for each in names)
         after: tuple[Command, ...] = (("evaluate", "run"),)
         after += (("export", "run", "--to", "exported"),) if name != "prompts" else ()
+        after += tuple(("predict", folder, ROWS[name]) for folder in ("run", "exported") if name in ROWS)
         yield Case(f"examples/{name}", (*init, run, *after), seconds=60)
+    groups = "privacy={unit='group', group='hospital', clip=1.0, noise=1.0, delta=1e-3, repeatable=true}"
+    run = ("run", "-c", "statements.toml", "--rounds", "1", "--out", "run", "-q", *_sets(groups, "data.test=0.5"))
+    yield Case("options/dp-group", (("init", "--example", "statements"), run), seconds=20)
 
 
 # Memory, and a model of real size
@@ -515,11 +522,11 @@ def record(results: list[Result]) -> None:
         if each.name.startswith("types/"):
             _, case, column = each.name.split("/")
             found = types.setdefault(case, {})
-            found[column] = "yes" if each.status == "passed" else each.note.partition(": ")[2] or "failed"
+            found[column] = "yes" if each.status == "passed" else each.note.partition("error: ")[2] or "failed"
             if column == "float32":
-                found["block"] = each.facts.get("one_by_one") or "yes"
-            if column == "bfloat16" and "findings" in each.facts:
-                found["in float32"] = each.facts["findings"]
+                found["blocks"] = each.facts.get("one_by_one") or "yes"
+            if notes := each.facts.get("findings"):
+                found[column] = notes
     about = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "transformers": transformers.__version__}
     RESULTS.write_text(json.dumps({**about, "types": types}, indent=1) + "\n")
 
