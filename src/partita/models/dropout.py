@@ -73,10 +73,11 @@ class DropoutDraws:
             The factors, of shape (row, *sizes); ones, if the rows are not those of the examples.
         """
         assert self.seeds is not None
-        rows, rest = divmod(value.shape[0], self.seeds.shape[0])
-        if rest:
+        examples = self.seeds.shape[0]
+        rows = value.shape[0] // examples
+        if rows * examples != value.shape[0]:
             warnings.warn(
-                f"a dropout of the model gets {value.shape[0]} rows for {self.seeds.shape[0]} examples, so its masks "
+                f"a dropout of the model gets {value.shape[0]} rows for {examples} examples, so its masks "
                 "cannot be drawn by example; it drops nothing",
                 stacklevel=2,
             )
