@@ -243,11 +243,16 @@ def functional_dropout(layer: torch.nn.Module) -> Iterator[None]:
 def _replace_functions(part: Any, inputs: Any) -> None:
     part.draws.replaced.append((functional.dropout, torch.rand))
     functional.dropout = partial(_functional_dropout, part)
-    torch.rand = cast(Any, torch.ones)
+    torch.rand = cast(Any, _no_draws)
 
 
 def _restore_functions(part: Any, inputs: Any, output: Any) -> None:
     functional.dropout, torch.rand = part.draws.replaced.pop()
+
+
+def _no_draws(*sizes: Any, **options: Any) -> Any:
+    """Return ones; without sizes a number, which LayerDrop compares with its rate. The compiler must know the result."""
+    return 1.0 if sizes == ([],) else torch.ones(*sizes, **options)
 
 
 def _functional_dropout(
