@@ -59,6 +59,19 @@ class DropoutDraws:
         finally:
             self.seeds, self.calls = before
 
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Draw nothing inside the block, where torch has its own functions, as the compiler expects."""
+        before = self.seeds, self.calls, self.in_layer, self.replaced
+        functions = functional.dropout, torch.rand
+        functional.dropout, torch.rand = self.replaced[0] if self.replaced else functions
+        self.seeds, self.calls, self.replaced = None, {}, []
+        try:
+            yield
+        finally:
+            self.seeds, self.calls, self.in_layer, self.replaced = before
+            functional.dropout, torch.rand = functions
+
     def factors(self, part: Any, rate: float, value: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
         """Return the factors of a dropout.
 
