@@ -11,6 +11,7 @@ import pytest
 import torch
 from graph_fixtures import ReplayingRecorder, max_relative_difference, small_vit_run, train_with_graphs
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 
 from partita import SGD, AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds
 from partita.core import tensors
@@ -19,6 +20,7 @@ from partita.core.data import Batch
 from partita.core.optim import Optimizer, Schedule
 from partita.core.rounds import initial_server, make_job
 from partita.core.settings import RunError
+from partita.core.tensors import Tensors
 from partita.engines import autotune
 from partita.engines.autotune import bf16_slowdown, choose_graphs
 from partita.storage.client_store import MemoryStore
@@ -28,6 +30,7 @@ from partita.training.client_axis import VmapError
 from partita.training.compilation import CompiledGradients, CompileError
 from partita.training.cuda_capture import Recorder, Replay
 from partita.training.cuda_graphs import GraphCache, GraphedSteps, GraphError
+from partita.training.gradients import GradientEstimator
 from partita.training.local_training import train_clients
 
 CASES = {
@@ -184,14 +187,22 @@ def test_the_last_eager_step_uses_the_tensors_of_the_capture(captures: bool) -> 
         assert not steps.held
 
 
-def test_memory_is_no_reason_to_stop_compiling() -> None:
-    def full(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("no memory")
+def raising(error: Exception) -> GradientEstimator:
+    def gradients(*_: Any) -> Any:
+        raise error
 
+    return gradients
+
+
+def plain_gradients(*_: Any) -> tuple[Tensors, Tensor]:
+    return {}, torch.zeros(1)
+
+
+def test_memory_is_no_reason_to_stop_compiling() -> None:
     failures: list[Exception] = []
-    gradients = CompiledGradients(full, lambda *_: ({}, torch.zeros(1)), failures.append)
+    full = raising(torch.OutOfMemoryError("no memory"))
     with pytest.raises(torch.OutOfMemoryError):
-        gradients({}, [], [], 1)
+        CompiledGradients(full, plain_gradients, "vit", failures.append)({}, [], [], 1)
     assert not failures
 
 
@@ -209,9 +220,9 @@ def test_a_failed_capture_is_no_failure_of_the_compiler(capturing: bool, monkeyp
         calls.append("plain")
         return {}, torch.zeros(1)
 
-    gradients = CompiledGradients(compiled, plain, failures.append)
+    gradients = CompiledGradients(compiled, plain, "vit", failures.append)
     if capturing:
-        with pytest.raises(RuntimeError, match="refused"):
+        with pytest.raises(CompileError, match="refused"):
             gradients({}, [], [], 1)
         assert calls == ["compiled"]
         assert not failures
@@ -219,16 +230,35 @@ def test_a_failed_capture_is_no_failure_of_the_compiler(capturing: bool, monkeyp
         for _ in range(2):
             gradients({}, [], [], 1)
         assert calls == ["compiled", "plain", "plain"]
-        assert [str(error) for error in failures] == ["refused"]
+        assert [str(error) for error in failures] == ["vit cannot be compiled: refused"]
+
+
+FAILURES = [
+    (TypeError("no such layout\nand more"), "no such layout"),
+    (NotImplementedError(), "NotImplementedError"),
+    (Unsupported("Data-dependent branching\n  Explanation: ..."), "Data-dependent branching"),
+    (BackendCompilerFailed(lambda: None, KeyError("no kernel"), None), "raised: KeyError: 'no kernel'"),
+]
+
+
+@pytest.mark.parametrize(("error", "reason"), FAILURES, ids=lambda part: type(part).__name__)
+def test_any_error_of_the_compiler_is_one_line(error: Exception, reason: str) -> None:
+    """A failure of "auto" is told and not raised."""
+    failures: list[Exception] = []
+    CompiledGradients(raising(error), plain_gradients, "vit", failures.append)({}, [], [], 1)
+    with pytest.raises(CompileError) as caught:
+        CompiledGradients(raising(error), plain_gradients, "vit")({}, [], [], 1)
+    assert str(failures[0]).startswith("vit cannot be compiled: ")
+    assert str(failures[0]).endswith(reason)
+    assert str(caught.value) == f"{failures[0]}; set engine.compile = false"
 
 
 def test_a_mistake_in_the_loss_is_not_blamed_on_the_compiler() -> None:
-    def mistaken(*_: Any) -> Any:
-        raise RuntimeError("sizes do not match")
-
     failures: list[Exception] = []
-    with pytest.raises(RuntimeError, match="sizes do not match"):
-        CompiledGradients(lambda *_: mistaken(), mistaken, failures.append)({}, [], [], 1)
+    compiled, plain = raising(Unsupported("sizes may not match")), raising(RuntimeError("sizes do not match"))
+    for on_failure in (failures.append, None):
+        with pytest.raises(RuntimeError, match="sizes do not match"):
+            CompiledGradients(compiled, plain, "vit", on_failure)({}, [], [], 1)
     assert not failures
 
 

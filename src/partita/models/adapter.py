@@ -21,6 +21,7 @@ from partita.core.tensors import Names, Tensors
 from partita.core.torch_private import own_parameters
 from partita.models import ModelError
 from partita.models.architectures import Pooling, architecture, forward_of, is_known, tags_of
+from partita.models.architectures.general import HeadInputs
 from partita.models.dropout import DropoutDraws, use_keyed_dropout
 from partita.models.layer_forward import layer_forwards, use_layer_forward
 from partita.models.quantization import Mode, dequantized, quantizable, quantize_frozen, warn_of_trained
@@ -274,6 +275,8 @@ def from_module(
     if kind is None:
         kind = IMAGE if module.main_input_name == "pixel_values" else TEXT
     forward = forward_of(model_type, kind.head, pooling)
+    if not is_known(model_type):
+        HeadInputs(module)
     if pooling != "model" and getattr(module.base_model, "pooler", None) is not None:
         module.base_model.register_module("pooler", None)  # nothing reads it
     if of_transformers(module):

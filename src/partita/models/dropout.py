@@ -59,6 +59,19 @@ class DropoutDraws:
         finally:
             self.seeds, self.calls = before
 
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Draw nothing inside the block, where torch has its own functions, as the compiler expects."""
+        before = self.seeds, self.calls, self.in_layer, self.replaced
+        functions = functional.dropout, torch.rand
+        functional.dropout, torch.rand = self.replaced[0] if self.replaced else functions
+        self.seeds, self.calls, self.replaced = None, {}, []
+        try:
+            yield
+        finally:
+            self.seeds, self.calls, self.in_layer, self.replaced = before
+            functional.dropout, torch.rand = functions
+
     def factors(self, part: Any, rate: float, value: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
         """Return the factors of a dropout.
 
@@ -73,10 +86,11 @@ class DropoutDraws:
             The factors, of shape (row, *sizes); ones, if the rows are not those of the examples.
         """
         assert self.seeds is not None
-        rows, rest = divmod(value.shape[0], self.seeds.shape[0])
-        if rest:
+        examples = self.seeds.shape[0]
+        rows = value.shape[0] // examples
+        if rows * examples != value.shape[0]:
             warnings.warn(
-                f"a dropout of the model gets {value.shape[0]} rows for {self.seeds.shape[0]} examples, so its masks "
+                f"a dropout of the model gets {value.shape[0]} rows for {examples} examples, so its masks "
                 "cannot be drawn by example; it drops nothing",
                 stacklevel=2,
             )
@@ -242,11 +256,16 @@ def functional_dropout(layer: torch.nn.Module) -> Iterator[None]:
 def _replace_functions(part: Any, inputs: Any) -> None:
     part.draws.replaced.append((functional.dropout, torch.rand))
     functional.dropout = partial(_functional_dropout, part)
-    torch.rand = cast(Any, torch.ones)
+    torch.rand = cast(Any, _no_draws)
 
 
 def _restore_functions(part: Any, inputs: Any, output: Any) -> None:
     functional.dropout, torch.rand = part.draws.replaced.pop()
+
+
+def _no_draws(*sizes: Any, **options: Any) -> Any:
+    """Return ones; without sizes a number, which LayerDrop compares with its rate. The compiler must know the result."""
+    return 1.0 if sizes == ([],) else torch.ones(*sizes, **options)
 
 
 def _functional_dropout(

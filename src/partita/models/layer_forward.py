@@ -7,7 +7,7 @@ all clients. One program serves all layers that are alike, and checkpoints work 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,18 +216,14 @@ def _emptied(layer: torch.nn.Module, params: Iterable[str], draws: DropoutDraws 
     """
     slots = [(own_parameters(layer.get_submodule(path.rpartition(".")[0])), path.rpartition(".")[2]) for path in params]
     before = [owner[leaf] for owner, leaf in slots]
-    drawing = None if draws is None else (draws.seeds, draws.calls, draws.in_layer)
     for owner, leaf in slots:
         owner[leaf] = None
-    if draws is not None:
-        draws.seeds, draws.calls = None, {}
     try:
-        yield
+        with nullcontext() if draws is None else draws.set_aside():
+            yield
     finally:
         for (owner, leaf), value in zip(slots, before, strict=True):
             owner[leaf] = value
-        if draws is not None and drawing is not None:
-            draws.seeds, draws.calls, draws.in_layer = drawing
 
 
 def _tensors(part: Any) -> Iterator[torch.Tensor]:

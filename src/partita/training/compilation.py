@@ -12,7 +12,7 @@ import torch
 from partita.core.layer_compiler import compiled_layers
 from partita.core.tensors import Tensors
 from partita.core.torch_private import RecompileLimitError, limit_recompiles
-from partita.training.client_axis import ClientAxis, translate_errors
+from partita.training.client_axis import ClientAxis
 from partita.training.gradients import GradientEstimator
 
 SMALL_MODEL = 2**26  # parameters of a whole block, up to which launching kernels costs more than computing
@@ -28,19 +28,18 @@ class CompiledVmap:
 
     Args:
         axis: The clients.
-        what: The model and method, for messages.
         combine: Whether to merge independent kernels into one, which helps where launching kernels takes the time.
     """
 
-    def __init__(self, axis: ClientAxis, what: str, combine: bool) -> None:
-        self.axis, self.what, self.combine = axis, what, combine
+    def __init__(self, axis: ClientAxis, combine: bool) -> None:
+        self.axis, self.combine = axis, combine
         self.programs: dict[bool, Callable[..., Any]] = {}
 
     def __call__(self, function: Callable[..., Any], dims: Sequence[Any]) -> Callable[..., Any]:
         masked = dims[-1] is not None
         if masked not in self.programs:
             whole = torch.vmap(function, in_dims=tuple(dims)) if self.axis.many else function
-            self.programs[masked] = _with_clear_errors(_compiled(whole, self.combine, self.axis.many), self.what)
+            self.programs[masked] = _in_compiler(_compiled(whole, self.combine, self.axis.many))
         return self.programs[masked]
 
 
@@ -51,12 +50,11 @@ class CompiledLayers:
 
     Args:
         axis: The clients.
-        what: The model and method, for messages.
         combine: As for `CompiledVmap`.
     """
 
-    def __init__(self, axis: ClientAxis, what: str, combine: bool) -> None:
-        self.axis, self.what, self.combine = axis, what, combine
+    def __init__(self, axis: ClientAxis, combine: bool) -> None:
+        self.axis, self.combine = axis, combine
 
     def __call__(self, function: Callable[..., Any], dims: Sequence[Any]) -> Callable[..., Any]:
         whole = torch.vmap(function, in_dims=tuple(dims)) if self.axis.many else function
@@ -65,22 +63,27 @@ class CompiledLayers:
             with compiled_layers(lambda layer: _layer_program(layer, self.combine)):
                 return whole(*parts)
 
-        return _with_clear_errors(call, self.what)
+        return _in_compiler(call)
 
 
 class CompiledGradients:
-    """Gradients of a compiled loss. If it cannot be compiled, those of the plain loss from then on.
+    """Gradients of a compiled loss. If the compiler fails, those of the plain loss from then on, or an error.
 
     Args:
         compiled: Gradients of the compiled loss.
         plain: Gradients of the plain loss.
-        on_failure: Called with the error when the compiler fails.
+        what: The model and method, for messages.
+        on_failure: Called with the error when the compiler fails; None to raise it.
     """
 
     def __init__(
-        self, compiled: GradientEstimator, plain: GradientEstimator, on_failure: Callable[[Exception], None]
+        self,
+        compiled: GradientEstimator,
+        plain: GradientEstimator,
+        what: str,
+        on_failure: Callable[[CompileError], None] | None = None,
     ) -> None:
-        self.current, self.plain, self.on_failure = compiled, plain, on_failure
+        self.current, self.plain, self.what, self.on_failure = compiled, plain, what, on_failure
 
     def __call__(
         self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int
@@ -91,14 +94,23 @@ class CompiledGradients:
             return self.current(trainable, values, dims, count)
         except torch.OutOfMemoryError:
             raise
-        except (CompileError, RuntimeError) as error:  # a RuntimeError comes from the backward pass
+        except Exception as error:  # the compiler's own mistakes have any type, also in the backward pass
+            failure = CompileError(f"{self.what} cannot be compiled: {_reason(error)}")
             if _is_capturing():
-                raise
+                raise failure from error
             forget_programs()
             found = self.plain(trainable, values, dims, count)  # raises if the error is not the compiler's
+            if self.on_failure is None:
+                raise CompileError(f"{failure}; set engine.compile = false") from error
             self.current = self.plain
-            self.on_failure(error)
+            self.on_failure(failure)
             return found
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error; with the next one, if it only announces that one."""
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
 
 
 def forget_programs() -> None:
@@ -120,7 +132,7 @@ def _options(combine: bool) -> dict[str, Any] | None:
     return {"combo_kernels": True} if combine else None
 
 
-def _with_clear_errors(program: Callable[..., Any], what: str) -> Callable[..., Any]:
+def _in_compiler(program: Callable[..., Any]) -> Callable[..., Any]:
     def call(*parts: Any) -> Any:
         try:
             with limit_recompiles(MAX_PROGRAMS), warnings.catch_warnings():
@@ -134,12 +146,7 @@ def _with_clear_errors(program: Callable[..., Any], what: str) -> Callable[..., 
                 f"its clients' plans and batches need more than {MAX_PROGRAMS} compiled programs"
             ) from error
 
-    def clear(error: RuntimeError) -> CompileError:
-        if not _is_capturing():  # or it is the capture that failed, and not the compiler
-            forget_programs()
-        return CompileError(f"{what} cannot be compiled: {str(error).splitlines()[0]}; set engine.compile = false")
-
-    return translate_errors(call, clear)
+    return call
 
 
 def _compiled(function: Callable[..., Any], combine: bool, of_block: bool) -> Callable[..., Any]:

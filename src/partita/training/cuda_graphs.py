@@ -83,12 +83,13 @@ class GraphCache:
         size = work.axis.count * sum(work.start_params[0][name].numel() for name in work.names)
         combine = size < SMALL_MODEL and work.device.type == "cuda"
         kind = CompiledLayers if work.objective.model.compiles_by_layer() else CompiledVmap
-        compiled = step_estimator(work, kind(work.axis, str(work.objective), combine))
-        return compiled if self.strict_compile else CompiledGradients(compiled, plain, self._stop_compiling)
+        compiled = step_estimator(work, kind(work.axis, combine))
+        on_failure = None if self.strict_compile else self._stop_compiling
+        return CompiledGradients(compiled, plain, str(work.objective), on_failure)
 
-    def _stop_compiling(self, error: Exception) -> None:
+    def _stop_compiling(self, error: CompileError) -> None:
         if self.compile:
-            warnings.warn(f"{str(error).splitlines()[0]}; steps are not compiled, which is slower", stacklevel=2)
+            warnings.warn(f"{error}; steps are not compiled but run eagerly, which is slower", stacklevel=2)
         self.compile = False
 
     def _trainer(self, work: PhaseWork) -> PhaseTrainer:

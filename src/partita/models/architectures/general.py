@@ -7,7 +7,8 @@ parameter that matches no pattern has the role "other".
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -223,9 +224,9 @@ def _matches(pattern: str, part: str) -> bool:
 
 def _logits(module: Any, inputs: Tensors) -> Output:
     """Run the module's own forward function. Features are the mean of what enters the head."""
-    with _HeadInputs(module) as entered:
+    with module.head_inputs.recorded():
         logits = module(**inputs, **_without_cache(module)).logits
-    return Output(logits, entered.pooled(inputs.get("attention_mask")))
+        return Output(logits, module.head_inputs.pooled(inputs.get("attention_mask")))
 
 
 def _classes(module: Any, inputs: Tensors) -> Output:
@@ -253,25 +254,32 @@ def _pixels(module: Any, inputs: Tensors) -> Output:
     return Output(logits, out.features)  # (example, class, height, width)
 
 
-class _HeadInputs:
-    """Records the first tensor that enters a part of the head while the block runs."""
+class HeadInputs:
+    """Records the first tensor that enters a part of a module's head.
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        body = _body_path(module).partition(".")[0]
-        parts = [part for name, part in module.named_children() if (name != body if body else _matches(IS_HEAD, name))]
-        self.parts = parts
+    The hooks stay in the module, because the compiler cannot follow their registration.
+    """
+
+    def __init__(self, module: Any) -> None:
         self.first: torch.Tensor | None = None
+        self.recording = False
+        body = _body_path(module).partition(".")[0]
+        for name, part in module.named_children():
+            if name != body if body else _matches(IS_HEAD, name):
+                part.register_forward_pre_hook(self._record)
+        module.head_inputs = self
 
-    def __enter__(self) -> _HeadInputs:
-        self.hooks = [part.register_forward_pre_hook(self._record) for part in self.parts]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self.hooks:
-            hook.remove()
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record inside the block."""
+        self.recording = True
+        try:
+            yield
+        finally:
+            self.recording, self.first = False, None
 
     def _record(self, part: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        if self.first is None and inputs and isinstance(inputs[0], torch.Tensor):
+        if self.recording and self.first is None and inputs and isinstance(inputs[0], torch.Tensor):
             self.first = inputs[0]
 
     def pooled(self, mask: torch.Tensor | None) -> torch.Tensor | None:
