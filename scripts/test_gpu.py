@@ -72,7 +72,7 @@ def run_case(case: Case) -> Result:
     """Run a case in this process, which is for it alone."""
     started = time.perf_counter()
     folder = Path(mkdtemp(prefix="gpu-"))
-    os.environ |= {"XDG_STATE_HOME": str(folder / "state"), "PARTITA_CACHE": str(folder / "cache")}
+    os.environ |= {"XDG_STATE_HOME": str(folder / "state")}
     os.chdir(folder)
     result = Result(case.name, "passed")
     try:
@@ -546,9 +546,14 @@ def main() -> None:
     if not torch.cuda.is_available() and not given.anywhere:
         print("skipped: torch sees no GPU on this machine")
         return
-    import transformers  # noqa: F401  # once, before processes fork
+    # Once, before processes fork; and compiled programs are shared among them.
+    import dp_accounting  # noqa: F401
+    import torch._inductor.compile_fx
+    import transformers  # noqa: F401
 
     import partita.experiment.runner  # noqa: F401
+
+    os.environ["PARTITA_CACHE"] = mkdtemp(prefix="gpu-cache-")
 
     started = time.perf_counter()
     cases = [case for case in all_cases() if not given.only or any(re.match(only, case.name) for only in given.only)]

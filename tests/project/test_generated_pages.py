@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import warnings
@@ -37,3 +38,12 @@ def test_table_of_methods_has_all_methods_and_some_rows_are_up_to_date() -> None
         warnings.simplefilter("ignore")  # as the script does
         for name in FEW:
             assert f"| {' | '.join(method_table.row(name, about[name]))} |\n" in text, REMEDY
+
+
+def test_page_of_models_shows_what_the_last_run_on_a_gpu_found() -> None:
+    write_models = import_module("write_models")
+    page = (write_reference.FOLDER / "models.md").read_text(encoding="utf-8")
+    found = json.loads(write_models.RESULTS.read_text())["types"]
+    assert {*found} == {*write_models.CASES}, "run: python scripts/test_gpu.py --record"
+    assert page.endswith(write_models.gpu_section()), "run: python scripts/write_models.py"
+    assert all(columns[name] == "yes" for columns in found.values() for name in ("float32", "dp-sgd"))

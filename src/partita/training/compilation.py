@@ -140,6 +140,7 @@ def _in_compiler(program: Callable[..., Any]) -> Callable[..., Any]:
                 # chosen: TensorFloat32 would change results.
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
                 warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
+                warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # a note on speed
                 return program(*parts)
         except RecompileLimitError as error:
             raise RuntimeError(
