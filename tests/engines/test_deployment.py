@@ -330,7 +330,7 @@ METHOD_SETTINGS: dict[str, tuple[str, dict[str, str]]] = {
     "fedavg": ("", {}),
     "scaffold": ("", {}),
     "fedfrozen": (", warmup = 1", {}),
-    "safl": (", k = 1, noise = 2.0, probe = 0.5", {"[engine]": f'{PRIVATE}[engine]\nsecret_file = "SECRET"'}),
+    "safl": (", k = 1, noise = 2.0, probe = 0.5", {"[engine]": f"{PRIVATE}repeatable = true\n[engine]"}),
     "pfeddc": (", text_tokens = 2, vision_tokens = 2", {'name = "plain"': 'name = "clip"\nshape = "tiny"'}),
 }
 

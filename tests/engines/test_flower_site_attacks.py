@@ -33,7 +33,6 @@ from partita.engines.flower.fingerprints import Fingerprints
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import ACCURACY
 from partita.experiment import flower_app
-from partita.experiment.builder import build as build_experiment
 from partita.experiment.config import load, shared_digest
 from partita.methods import build
 from partita.methods.fedavg import fedavg
@@ -150,7 +149,7 @@ def test_site_refuses_orders_outside_its_own_plan(kind: str, asked: str, tmp_pat
 
 def test_private_site_reports_no_scores_on_validation_examples(tmp_path: Path) -> None:
     private = replace(fedavg(), privacy=DPSGDSettings(1.0, 1.0))
-    hidden = protect_clients(fedavg(), 1.0, 1.0, 1, Key(3))
+    hidden = protect_clients(fedavg(), 1.0, 1.0, 1)
     for number, method in enumerate((fedavg(), private, hidden)):
         run = toy_run(method, 3)
         site = site_at(tmp_path / str(number), run)
@@ -383,15 +382,11 @@ skip_failed_clients = true
 )
 
 
-def serve_one_round(
-    config: Path, folder: Path, here: list[str], there: list[str], secret: Path | None = None
-) -> dict[str, Any]:
+def serve_one_round(config: Path, folder: Path, here: list[str], there: list[str]) -> dict[str, Any]:
     """The row of a one-site run, with config overrides `here` for the server and `there` for the site."""
     (config.parent / "app").mkdir(parents=True, exist_ok=True)
     settings = {"folder": str(folder), "deadline": 60.0, "clients": 1, "set": " ".join(there)}
-    own = {"client": "c0", "folder": str(config.parent / "sites")} | (
-        {"engine.secret_file": str(secret)} if secret else {}
-    )
+    own = {"client": "c0", "folder": str(config.parent / "sites")}
 
     def site(message: Message) -> Message:
         return flower_app.client(config)(message, Context(1, 1, own, RecordDict(), settings))  # type: ignore[arg-type]
@@ -425,25 +420,6 @@ def test_shared_digest_covers_every_shared_setting(change: str, config: Path) ->
     plain, own = shared_digest(load(config)), ["data.noise=2.0", "engine.threads=1", "engine.secret_file=s"]
     assert shared_digest(load(config, [change])) != plain
     assert shared_digest(load(config, own)) == plain
-
-
-@pytest.mark.slow
-def test_secret_file_gives_each_experiment_its_own_noise(config: Path, tmp_path: Path) -> None:
-    """One secret file may serve many experiments, so the shared config is part of every key path."""
-    (tmp_path / "secret").write_bytes(bytes(range(32)))
-    (tmp_path / "secret").chmod(0o600)
-    private = ["privacy.noise=1.0"]
-    assert serve_one_round(config, tmp_path / "a", private, private, tmp_path / "secret")["lost"] == {}
-    assert serve_one_round(config, tmp_path / "b", private, private, tmp_path / "secret")["lost"] == {}, (
-        "it is the same run"
-    )
-    other = [*private, "training.lr=0.5"]
-    assert serve_one_round(config, tmp_path / "c", other, other, tmp_path / "secret")["lost"] == {}
-    roots = [
-        build_experiment(load(config, [*words, f"engine.secret_file={tmp_path / 'secret'}"]))
-        for words in (private, other)
-    ]
-    assert roots[0].run.secret != roots[1].run.secret
 
 
 PATHS = ["../x", "a/b", "/etc", ".", "..", "nul\0", "x" * 10_000, "a\\b", "~", "-rf", "ü/ä", "\ud800", "c:", " "]

@@ -153,17 +153,6 @@ def test_what_depends_on_the_number_of_rounds_is_refused(tables: dict[str, Any],
     assert contents(folder) == before
 
 
-def test_noise_from_a_secret_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_bytes(bytes(range(32)))
-    (tmp_path / "secret").chmod(0o600)
-    config = settings({"name": "fedavg"}, SHORT, privacy={"noise": 2.0, "accountant": "rdp"})
-    raw = tomllib.loads(config.to_toml())
-    raw["engine"]["secret_file"] = str(tmp_path / "secret")
-    folder = play(parse(raw), tmp_path / "run")
-    with pytest.raises(ExtensionError, match=r"engine\.secret_file is set, so its noise depends on the whole config"):
-        extend(folder)
-
-
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("tables", [schedule("step"), NOISE], ids=["step", "noise"])
 def test_what_does_not_depend_on_the_number_of_rounds_is_extended(tables: dict[str, Any], tmp_path: Path) -> None:

@@ -78,17 +78,30 @@ def test_aggregate_noise_is_keyed_and_scales_with_clip_and_cohort() -> None:
     noise = gaussian_noise(zero.delta, Key(1) / "delta", 0.25)["w"]
     assert torch.equal(noisy.delta["w"], add_noise(zero.delta["w"], noise, 0.25))
     assert not torch.equal(noisy.delta["w"], transform.decode_aggregate(zero, Key(2)).delta["w"])
-    hidden = replace(transform, secret=Key(9)).decode_aggregate(zero, Key(1))
-    assert not torch.equal(noisy.delta["w"], hidden.delta["w"])
 
 
 def test_secret_noise_differs_between_rounds() -> None:
-    transform = ClippedUpdates(clip=0.5, noise=2.0, cohort=4, secret=Key(9) / "mine")
+    transform = ClippedUpdates(clip=0.5, noise=2.0, cohort=4)
     zero = Aggregate({"w": torch.zeros(100)}, {}, 4)
-    first, second = (transform.decode_aggregate(zero, Key(1) / "round" / number).delta["w"] for number in range(2))
+    first, second = (transform.decode_aggregate(zero, Key(9) / "round" / number).delta["w"] for number in range(2))
     assert not torch.equal(first, second)
-    noise = gaussian_noise(zero.delta, Key(9) / "mine" / "round" / 0 / "delta", 0.25)["w"]
+    noise = gaussian_noise(zero.delta, Key(9) / "round" / 0 / "delta", 0.25)["w"]
     assert torch.equal(first, add_noise(zero.delta["w"], noise, 0.25))
+
+
+def test_noise_follows_from_the_secret_of_the_run_and_not_from_its_seed() -> None:
+    """Every site knows the seed."""
+    run, model, clients = toy_run(protect_clients(fedavg(), 1.0, 0.5, 2), 1), toy_model(), Clients(a=8, b=8)
+    plain = replace(run, method=protect_clients(fedavg(), 1.0, 0.0, 2))
+
+    def noise_of(secret: int | None) -> tensors.Tensors:
+        key = None if secret is None else Key(secret)
+        noisy, exact = (final_params(play(replace(each, secret=key), model, clients)) for each in (run, plain))
+        return tensors.subtract(noisy, exact)
+
+    assert max_difference(noise_of(5), noise_of(5)) == 0
+    assert max_difference(noise_of(5), noise_of(6)) > 0.1
+    assert max_difference(noise_of(5), noise_of(None)) > 0.1
 
 
 def test_client_level_rounds_report_no_norms_and_no_loss() -> None:

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from helpers import max_difference
 
 from partita import report
 from partita.core.dp_settings import PrivacyError
@@ -120,8 +122,8 @@ def test_run_stopped_before_it_began_gets_a_new_secret(tmp_path: Path) -> None:
 
 
 def test_existing_secret_is_never_replaced(tmp_path: Path) -> None:
-    first = secret.load_or_save(tmp_path)
-    assert secret.load_or_save(tmp_path) == first
+    first = secret.load_or_save(tmp_path, secret.draw())
+    assert secret.load_or_save(tmp_path, secret.draw()) == first
     with pytest.raises(PrivacyError, match="already exists"):
         secret.save(tmp_path, secret.draw())
     assert [path.name for path in (tmp_path / "private").iterdir()] == ["secret"]
@@ -211,13 +213,19 @@ def test_secret_file_is_checked_and_not_copied_into_the_run(tmp_path: Path) -> N
     with pytest.warns(UserWarning, match="can be read by other users; run: chmod 600"):
         assert build(parse(config)).run.secret is not None
     path.chmod(0o600)
-    assert digest_of_run(config, tmp_path / "a") == digest_of_run(config, tmp_path / "b")
-    assert not (tmp_path / "a" / "private").exists()
-    other = {**config, "rounds": 3}
-    assert build(parse(other)).run.secret != build(parse(config)).run.secret, "no two experiments share noise"
+    words = path.read_bytes()
+    assert digest_of_run(config, tmp_path / "a") != digest_of_run(config, tmp_path / "b")
+    stored = [(tmp_path / name / secret.FILE).read_bytes() for name in "ab"]
+    assert stored[0] != stored[1]
+    assert not [each for each in stored if words in each or secret.from_file(path).root == int.from_bytes(each, "big")]
     both = {**REPEATABLE, "engine": {"secret_file": str(path)}}
     with pytest.raises(RunError, match=r"privacy\.repeatable draws noise from the seed, but engine\.secret_file"):
         build(parse(both))
+    public = {key: value for key, value in config.items() if key != "privacy"}
+    with pytest.raises(
+        RunError, match=r"engine\.secret_file is for the draws of \[privacy\], which the config does not"
+    ):
+        build(parse(public))
 
 
 def test_run_without_privacy_has_no_secret(tmp_path: Path) -> None:
@@ -242,18 +250,58 @@ def test_client_level_cohorts_do_not_follow_from_the_seed() -> None:
     assert by_example[0].draw_cohort(3, clients) == by_example[1].draw_cohort(3, clients)
 
 
-@pytest.mark.slow
-def test_resume_refuses_another_secret_file(tmp_path: Path) -> None:
-    for name in ("mine", "other"):
-        (tmp_path / name).write_bytes(name.encode() * 8)
-        (tmp_path / name).chmod(0o600)
-    settings = parse({**CONFIG, "engine": {"secret_file": str(tmp_path / "mine")}})
-    rows = start(settings, tmp_path / "run")
+def records(folder: Path, changed: float | None = None) -> dict[str, object]:
+    """A table of 60 rows, in which one number may differ, and a config that trains on it."""
+    folder.mkdir(exist_ok=True)
+    draw = torch.Generator().manual_seed(1)
+    pixels = torch.randn(60, 1, 4, 4, generator=draw)
+    if changed is not None:
+        pixels[7, 0, 0, 0] = changed
+    torch.save({"pixels": pixels, "labels": torch.randint(0, 3, (60,), generator=draw)}, folder / "rows.pt")
+    (folder / "task.py").write_text(READER)
+    return {**CONFIG, "data": {"name": f"{folder / 'task.py'}:rows", "path": str(folder / "rows.pt")}}
+
+
+READER = """
+import torch
+from partita.data.task import Table, Task
+
+def rows(path: str) -> Task:
+    held = torch.load(path)
+    table = Table({"pixel_values": held["pixels"]}, held["labels"])
+    return Task("rows", table, table, ("a", "b", "c"), {}, channels=1, size=4)
+"""
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("unit", ["example", "client"])
+@pytest.mark.parametrize("file", [True, False])
+def test_two_runs_on_data_that_differ_in_a_record_share_no_noise(unit: str, file: bool, tmp_path: Path) -> None:
+    """With equal noise, the difference of the two models would be the clipped gradient of that record."""
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    (tmp_path / "secret").chmod(0o600)
+    ends = []
+    for name, changed in (("a", None), ("b", 3.0), ("c", None)):
+        config = records(tmp_path / "data", changed) | {"privacy": {"noise": 1.0, "unit": unit}, "rounds": 1}
+        if file:
+            config["engine"] = {"secret_file": str(tmp_path / "secret")}
+        digest_of_run(config, tmp_path / name)
+        ends.append(load_recorded_model(tmp_path / name).params())
+    changed, again = (max_difference(ends[0], other) for other in ends[1:])
+    assert changed > 0.3 * again > 0.01, "as far apart as two runs on the same data"
+
+
+def test_resume_refuses_changed_training_data(tmp_path: Path) -> None:
+    """A round that is repeated on other data would add the same noise to it."""
+    config = parse(records(tmp_path / "data"))
+    rows = start(config, tmp_path / "run")
     next(rows)
     rows.close()
-    (tmp_path / "mine").write_bytes((tmp_path / "other").read_bytes())
-    with pytest.raises(PrivacyError, match=r"started with another secret; set engine\.secret_file to that file"):
-        list(resume(settings, tmp_path / "run"))
+    records(tmp_path / "data", 3.0)
+    with pytest.raises(PrivacyError, match="was started with other training data or another secret; restore them"):
+        list(resume(config, tmp_path / "run"))
+    records(tmp_path / "data")
+    assert len(list(resume(config, tmp_path / "run"))) == 1
 
 
 def test_warning_about_a_readable_secret_file_names_the_line_that_reads_it(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ class _RoundRunner:
 
     def run_round(self, engine: Engine) -> RoundResult:
         method, clients = self.run.method, engine.clients()
-        key = self.run.key / "round" / self.number
+        key = (self.run.secret or self.run.key) / "round" / self.number
         self.cohort = cohort = self.run.draw_cohort(self.number, clients, self.known_losses)
         self.population = len(clients)
         if self.run.min_updates > len(cohort):

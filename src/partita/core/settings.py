@@ -137,7 +137,8 @@ class Run:
         max_norm: The maximum norm of an update; longer updates are scaled down to it. None for no limit.
         max_examples: The maximum number of examples that a client may claim if its number is not registered.
         examples: The registered number of examples by client, 0 for an unknown number; None if there is no register.
-        secret: The key for clients' private draws, which must not be known to others; None to use `key`.
+        secret: The key for private draws of clients and of the server's noise, which must not be known to others; None
+            to use `key`.
         hidden_cohorts: Whether to draw cohorts with `secret`. Privacy amplification by sampling requires that nobody
             knows who was drawn.
         sampling: How the cohort of a round is drawn.

@@ -63,6 +63,6 @@ class UpdateTransform:
 
         Args:
             aggregate: The result of `ServerRule.reduce`, as decoded by the later transforms.
-            key: The random key of this transform and round.
+            key: The server's random key of this transform and round; a secret one in a run that has a secret.
         """
         return aggregate

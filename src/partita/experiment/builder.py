@@ -25,6 +25,7 @@ from partita.core.sampling import SAMPLING, Uniform
 from partita.core.settings import Run, RunError
 from partita.data import Federation, Task
 from partita.data.cache import cache_folder
+from partita.data.digest import examples_digest
 from partita.engines.attackers import add_attack, choose_attackers
 from partita.engines.autotune import (
     bf16_slowdown,
@@ -52,7 +53,7 @@ from partita.experiment.build_checks import (
     warn_shared_groups,
     warn_slow_bf16,
 )
-from partita.experiment.config import Config, shared_digest
+from partita.experiment.config import Config
 from partita.experiment.config_code import check_recorded
 from partita.experiment.config_tables import EngineConfig, FederationConfig
 from partita.experiment.samples import check_samples
@@ -104,7 +105,8 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
 
     Args:
         config: The experiment.
-        secret: Key for the private random draws of a run without `engine.secret_file`. Default: a new random key.
+        secret: Key for the private random draws of the run, of which a key for its training data is made. Default: a
+            new random key.
         federation: The data, if it is loaded already.
 
     Raises:
@@ -151,6 +153,7 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
             )
     else:
         model, federation = raw_model, raw_federation.to(device)
+    secret = _bound(secret, raw_federation) if secret else new_secret(config)
     run, guard = build_run(config, method, model, federation, key, secret)
     availability = _availability(config.federation, method)
     if device.type == "cpu" and "bfloat16" in (config.training.precision, config.model.get("dtype")):
@@ -281,7 +284,7 @@ def build_run(
         max_examples=federate.max_examples,
         examples=_Sizes(federation),
         drift=config.evaluate.drift,
-        secret=_secret(config, secret),
+        secret=secret,
         sampling=Uniform() if method.pool else build_sampling(config.sampling),
         secure_aggregation=config.secure_aggregation,
     )
@@ -451,19 +454,36 @@ def _without_name(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def makes_secret(config: Config) -> bool:
-    """Return whether the run creates its own secret for the private random draws."""
-    return config.privacy is not None and not config.privacy.repeatable and config.engine.secret_file is None
+    """Return whether the run has a secret for the private random draws."""
+    return config.privacy is not None and not config.privacy.repeatable
 
 
-def _secret(config: Config, given: Key | None) -> Key | None:
-    if config.engine.secret_file is not None:
-        if config.privacy is not None and config.privacy.repeatable:
-            raise RunError(
-                "privacy.repeatable draws noise from the seed, but engine.secret_file draws it from a file; remove one"
-            )
-        # Several experiments may use one file. Two that drew the same noise would reveal it.
-        return from_file(Path(config.engine.secret_file)) / shared_digest(config)
-    return (given or draw()) if makes_secret(config) else None
+def new_secret(config: Config) -> Key | None:
+    """Draw the secret of a new run, to which `engine.secret_file` adds; None for a run without one.
+
+    No two runs share a secret. Their noise would be equal, and two models of data that differ in one record would
+    reveal that record.
+
+    Raises:
+        RunError: If the config names a file for a run without a secret.
+        PrivacyError: If the file cannot be used.
+    """
+    file = config.engine.secret_file
+    if file is None:
+        return draw() if makes_secret(config) else None
+    if config.privacy is None:
+        raise RunError("engine.secret_file is for the draws of [privacy], which the config does not have; remove it")
+    if config.privacy.repeatable:
+        raise RunError(
+            "privacy.repeatable draws noise from the seed, but engine.secret_file adds to a secret; remove one"
+        )
+    return draw(from_file(Path(file)))
+
+
+def _bound(secret: Key, federation: Federation) -> Key:
+    """Return the secret for the draws on these training examples. Other examples get other noise."""
+    train = federation.task.train
+    return secret / examples_digest(train) if len(train) and not secret.path else secret
 
 
 def _configure_torch(engine: EngineConfig) -> torch.device:

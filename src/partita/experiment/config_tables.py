@@ -194,7 +194,9 @@ class EngineConfig:
         "use torch.compile; `auto` does on a GPU, if the run is long enough to win back the minute that it takes",
     ] = "auto"
     cache_frozen: Annotated[bool, "compute the output of the lowest frozen layers once per example"] = False
-    secret_file: Annotated[str | None, "file with 16 or more random bytes; seeds the random draws for privacy"] = None
+    secret_file: Annotated[str | None, "file with 16 or more random bytes that add to the secret of a private run"] = (
+        None
+    )
     ledger: Annotated[
         str | None,
         "privacy ledger, which adds up what private runs release and stops a run that would exceed its limit",

@@ -61,8 +61,6 @@ def _other_noise(noises: Sequence[float | None], before: Run, after: Run) -> str
             f"privacy.epsilon needs noise {noises[1]:g} for {after.rounds} rounds, and the run has drawn noise "
             f"{noises[0]:g} for {before.rounds}"
         )
-    if before.secret != after.secret:
-        return "engine.secret_file is set, so its noise depends on the whole config, including the number of rounds"
     return None
 
 

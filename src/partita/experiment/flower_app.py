@@ -24,7 +24,7 @@ from partita.data.digest import examples_digest
 from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import FlowerEngine, server_app
 from partita.experiment import run_folder
-from partita.experiment.builder import Experiment, build, client_names, makes_secret
+from partita.experiment.builder import Experiment, build, client_names, new_secret
 from partita.experiment.config import SITES_OWN, Config, differences, load, load_recorded, shared_digest
 from partita.experiment.config_code import code_copies
 from partita.experiment.config_tables import TrackConfig
@@ -177,7 +177,7 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
     folder = Path(str(_required(settings, "folder", "run config")))
     config = replace(config, engine=replace(config.engine, clients_per_block=1))
     started = (folder / run_folder.CONFIG).exists()
-    experiment = build(config, restore_secret(config, folder) if started else None)
+    experiment = build(config, restore_secret(config, folder) if started else new_secret(config))
     with run_folder.lock(folder):
         done, server = 0, initial_server(experiment.run, experiment.model)
         if started:
@@ -260,7 +260,8 @@ def open_site(name: str, place: Path, shared: Config, own: Config, key: Path | N
     for code, digest in own.code.items():
         print(f"{printable(name)}: running own code {printable(code)}, version {digest}", flush=True)
     folder = place / _identity(shared) / path_component(name)
-    secret = load_or_save(folder) if makes_secret(own) else None
+    new = new_secret(own)
+    secret = load_or_save(folder, new) if new else None
     experiment = site_experiment(name, own, secret)
     charged = open_ledger(experiment, folder)
 

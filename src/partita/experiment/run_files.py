@@ -23,7 +23,7 @@ RUN_FILES = {
     run_folder.PLAN: RunFile("the plan", "before the first round"),
     run_folder.PRIVACY: RunFile("the privacy guarantee; only in a private run", "before the first round"),
     str(secret.FILE): RunFile(
-        "the secret of the noise, readable only by its owner; only in a private run without `engine.secret_file`",
+        "the secret of the noise, readable only by its owner; only in a private run",
         "before the first round",
     ),
     run_folder.SPLIT: RunFile(

@@ -26,7 +26,7 @@ from partita.engines.simulation import SimulationEngine
 from partita.evaluation.own_metrics import OwnMetrics
 from partita.experiment import extension, run_folder
 from partita.experiment.base_digest import BASE_DIGEST, check_base
-from partita.experiment.builder import Experiment, build, build_engine, makes_secret
+from partita.experiment.builder import Experiment, build, build_engine, makes_secret, new_secret
 from partita.experiment.config import Config, differences, load_recorded
 from partita.experiment.config_code import code_copies
 from partita.experiment.ledger_engine import LedgerEngine, RunLedger, open_ledger
@@ -70,7 +70,7 @@ def start(
         run_folder.refuse_others(folder)
     else:
         run_folder.refuse_run(folder)
-    experiment = build(config)
+    experiment = build(config, new_secret(config))
     if first_with_examples(experiment.federation) is None:
         raise RunError(
             "no client has training examples on this machine; with split.name = 'site', run the sites with "
@@ -277,11 +277,12 @@ def restore_all(experiment: Experiment, folder: Path) -> checkpoint.Checkpoint:
 
 
 def _restore_spending(experiment: Experiment, guard: PrivacyGuard, folder: Path) -> None:
-    """Charge the rounds that were already run. The secret and the noise must be the same as then."""
+    """Charge the rounds that were already run. The secret, the training data and the noise must be the same as then."""
     recorded = read_json(folder / run_folder.PRIVACY)
     if recorded["secret"] != _fingerprint(experiment):
         raise PrivacyError(
-            f"{folder} was started with another secret; set engine.secret_file to that file to resume the run"
+            f"{folder} was started with other training data or another secret; restore them, or start a new run: with "
+            "the same noise, the difference of two models would reveal the change"
         )
     noise = recorded["noise"]
     if noise != guard.privacy_config.noise:

@@ -34,7 +34,6 @@ class ClippedUpdates(UpdateTransform):
     clip: float  # maximum L2 norm of an update
     noise: float  # standard deviation of the noise on the sum, in multiples of the clip
     cohort: int  # number of clients per round
-    secret: Key | None = None  # the server's key for the noise if clients know the run's key
 
     def __post_init__(self) -> None:
         if not self.clip > 0 or (self.noise and self.clip == float("inf")):
@@ -52,7 +51,6 @@ class ClippedUpdates(UpdateTransform):
     def decode_aggregate(self, aggregate: Aggregate, key: Key) -> Aggregate:
         if not self.noise:
             return aggregate
-        key = key if self.secret is None else Key(self.secret.root, (*self.secret.path, *key.path))
         std = self.noise * self.clip / self.cohort
 
         def noisy(part: Tensors, slot: str) -> Tensors:
@@ -116,15 +114,14 @@ def _with_equal_names(updates: Iterable[Update]) -> Iterator[Update]:
         yield update
 
 
-def protect_clients(method: Method, clip: float, noise: float, cohort: int, secret: Key | None = None) -> Method:
-    """Return the method under client-level privacy.
+def protect_clients(method: Method, clip: float, noise: float, cohort: int) -> Method:
+    """Return the method under client-level privacy. The noise is drawn with `Run.secret`; without it, with the seed.
 
     Args:
         method: The method to protect.
         clip: Maximum L2 norm of an update.
         noise: Standard deviation of the noise on the sum, in multiples of the clip.
         cohort: Number of clients per round.
-        secret: The server's key for the noise if clients know the run's key.
 
     Raises:
         MethodError: If the method cannot be made private.
@@ -154,5 +151,5 @@ def protect_clients(method: Method, clip: float, noise: float, cohort: int, secr
             "too small; leave it out under client-level privacy"
         )
     # It comes first, so that it is the last transform to decode an update and the last to change the sum.
-    channel = (ClippedUpdates(clip, noise, cohort, secret), *method.transforms)
+    channel = (ClippedUpdates(clip, noise, cohort), *method.transforms)
     return replace(method, transforms=channel, server_rule=OverCohort(rule, cohort))

@@ -270,7 +270,7 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
         if at_clients:
             return protect_at_clients(run, cohort, privacy_config.clip, noise)
         if of_clients:
-            method = protect_clients(run.method, privacy_config.clip, noise, cohort, run.secret)
+            method = protect_clients(run.method, privacy_config.clip, noise, cohort)
             # Drift is off because it is measured on updates before the noise.
             return replace(run, method=method, hidden_cohorts=True, drift=False)
         private = DPSGDSettings(

@@ -22,9 +22,10 @@ KEY_BYTES = 32
 MIN_BYTES = 16  # minimum length of a file that a user provides
 
 
-def draw() -> Key:
-    """Draw a new secret."""
-    return Key(int.from_bytes(secrets.token_bytes(KEY_BYTES), "big"))
+def draw(more: Key | None = None) -> Key:
+    """Draw a new secret. Who knows the draw of the operating system, but not `more`, does not know the secret."""
+    drawn = secrets.token_bytes(KEY_BYTES)
+    return Key(int.from_bytes((more / drawn.hex()).digest(KEY_BYTES) if more else drawn, "big"))
 
 
 def save(folder: Path, key: Key) -> Path:
@@ -75,16 +76,16 @@ def load(folder: Path) -> Key:
     return Key(int.from_bytes(words, "big"))
 
 
-def load_or_save(folder: Path) -> Key:
-    """Read the folder's secret, or draw and save one if there is none."""
+def load_or_save(folder: Path, new: Key) -> Key:
+    """Read the folder's secret, or save a new one if there is none."""
     if not (folder / FILE).exists():
         with suppress(PrivacyError):  # another process was faster
-            save(folder, draw())
+            save(folder, new)
     return load(folder)
 
 
 def from_file(path: Path) -> Key:
-    """Read the secret that a user provides as engine.secret_file, a file of random bytes.
+    """Read engine.secret_file, a file of random bytes that a user provides.
 
     Raises:
         PrivacyError: If the file cannot be read, or if it is shorter than `MIN_BYTES`.

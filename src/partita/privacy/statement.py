@@ -166,7 +166,7 @@ def _assumptions(subject: Subject, unit: _UnitWords) -> Sequence[str]:
     about = subject.about
     keeper = "the server" if about["unit"] == "client" else "each client"
     source = (
-        "a secret file that the operator provides"
+        "a secret of 256 bits from the operating system and a file that the operator provides"
         if subject.secret_file
         else "a secret of 256 bits that the operating system draws"
     )
