@@ -136,9 +136,10 @@ def _in_compiler(program: Callable[..., Any]) -> Callable[..., Any]:
     def call(*parts: Any) -> Any:
         try:
             with limit_recompiles(MAX_PROGRAMS), warnings.catch_warnings():
-                # The compiler reads `grad` of a layer's inputs, which are not leaves. And the precision of float32 is
-                # chosen: TensorFloat32 would change results.
+                # The compiler reads `grad` of a layer's inputs, which are not leaves. It follows functions whose results
+                # are cached. And the precision of float32 is chosen: TensorFloat32 would change results.
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+                warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
                 warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
                 return program(*parts)
         except RecompileLimitError as error:
