@@ -98,13 +98,14 @@ class CompiledGradients:
             failure = CompileError(f"{self.what} cannot be compiled: {_reason(error)}")
             if _is_capturing():
                 raise failure from error
-            forget_programs()
-            found = self.plain(trainable, values, dims, count)  # raises if the error is not the compiler's
-            if self.on_failure is None:
-                raise CompileError(f"{failure}; set engine.compile = false") from error
-            self.current = self.plain
-            self.on_failure(failure)
-            return found
+            failure.__cause__ = None if self.on_failure else error  # which holds the tensors of the step
+        forget_programs()
+        found = self.plain(trainable, values, dims, count)  # raises if the error is not the compiler's
+        if self.on_failure is None:
+            raise CompileError(f"{failure}; set engine.compile = false") from failure.__cause__
+        self.current = self.plain
+        self.on_failure(failure)
+        return found
 
 
 def _reason(error: Exception) -> str:
@@ -136,8 +137,8 @@ def _in_compiler(program: Callable[..., Any]) -> Callable[..., Any]:
     def call(*parts: Any) -> Any:
         try:
             with limit_recompiles(MAX_PROGRAMS), warnings.catch_warnings():
-                # The compiler reads `grad` of a layer's inputs, which are not leaves. It follows functions whose results
-                # are cached. And the precision of float32 is chosen: TensorFloat32 would change results.
+                # The compiler reads `grad` of a layer's inputs, which are not leaves. It follows cached functions.
+                # And the precision of float32 is chosen: TensorFloat32 would change results.
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
                 warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
                 warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
