@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 from transformers.modeling_outputs import ImageClassifierOutput
 
@@ -17,6 +20,7 @@ from partita.core.rng import Key
 from partita.models.architectures.general import GENERAL, HeadInputs
 from partita.models.dropout import use_keyed_dropout
 from partita.models.layer_forward import use_layer_forward
+from partita.models.split_qkv import SplitQKV
 from partita.models.torch_functions import resized
 
 STATES = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(0))  # (example, token, width)
@@ -47,11 +51,19 @@ class Classifier(nn.Module):
 def test_features_of_a_head() -> None:
     module = Classifier()
     HeadInputs(module)
-    logits = compiled(lambda: GENERAL.heads["image"](module, {"states": STATES}))()
-    torch.testing.assert_close(logits.features, module.base_model(STATES).mean(1))
-    assert module.head_inputs.first is None, "nothing is held"
-    module(STATES)
-    assert module.head_inputs.first is None
+    out = compiled(lambda: GENERAL.heads["image"](module, {"states": STATES}))()
+    torch.testing.assert_close(out.features, module.base_model(STATES).mean(1))
+
+
+def test_features_are_held_only_while_a_head_runs() -> None:
+    """Also in a copy, as for adapters of other ranks."""
+    module = Classifier()
+    HeadInputs(module)
+    for each in (module, copy.deepcopy(module)):
+        out = GENERAL.heads["image"](each, {"states": STATES})
+        assert torch.equal(out.features, module.base_model(STATES).mean(1))
+        each(STATES)
+        assert each.head_inputs.first is None
 
 
 class GradientCheckpointingLayer(nn.Module):  # which makes its subclasses layers
@@ -123,6 +135,17 @@ def test_layers_are_compiled_while_torch_has_its_own_functions() -> None:
         assert torch.equal(module(STATES), plain)
     assert seen == [own, own]
     assert (functional.dropout, torch.rand) == own
+
+
+@pytest.mark.slow
+def test_fused_projections_of_any_number_of_examples() -> None:
+    """torch before 2.13 has no product for it under vmap."""
+    fused = SplitQKV(nn.Linear(8, 24), tuple(torch.arange(24).split(8)))
+    params = {name: torch.stack([value, -value]).detach() for name, value in fused.named_parameters()}
+    plain = torch.vmap(partial(functional_call, fused), in_dims=(0, None))
+    of_all = compiled(plain, dynamic=True)
+    for examples in (6, 3):
+        torch.testing.assert_close(of_all(params, STATES[:examples]), plain(params, STATES[:examples]))
 
 
 @pytest.mark.slow
