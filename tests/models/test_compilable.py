@@ -22,6 +22,7 @@ from partita.models.dropout import use_keyed_dropout
 from partita.models.layer_forward import use_layer_forward
 from partita.models.split_qkv import SplitQKV
 from partita.models.torch_functions import resized
+from partita.models.transformers_experts import use_gradients
 
 STATES = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(0))  # (example, token, width)
 
@@ -146,6 +147,20 @@ def test_fused_projections_of_any_number_of_examples() -> None:
     of_all = compiled(plain, dynamic=True)
     for examples in (6, 3):
         torch.testing.assert_close(of_all(params, STATES[:examples]), plain(params, STATES[:examples]))
+
+
+@pytest.mark.slow
+def test_gradients_of_experts() -> None:
+    """The compiler does not see how many states each expert has."""
+    use_gradients()
+    draw = torch.Generator().manual_seed(0)
+    states = torch.randn(6, 4, generator=draw, requires_grad=True)
+    weight = torch.randn(3, 4, 5, generator=draw, requires_grad=True)
+    ends = torch.tensor([2, 2, 6])
+    product = torch.compile(torch.ops.transformers.grouped_mm_fallback, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(product(states, weight, ends).square().sum(), (states, weight))
+    plain = torch.cat([states[:2] @ weight[0], states[2:] @ weight[2]])
+    torch.testing.assert_close(found, torch.autograd.grad(plain.square().sum(), (states, weight)))
 
 
 @pytest.mark.slow
