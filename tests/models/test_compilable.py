@@ -82,8 +82,7 @@ class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([GradientCheckpointingLayer(), GradientCheckpointingLayer()])
-        self.rate = self.layerdrop = 0.5
-        self.dropout = 0.5
+        self.dropout, self.layerdrop = 0.5, 0.0
 
     def forward(self, states: Tensor) -> Tensor:
         states = nn.functional.dropout(states, p=self.dropout, training=self.training)
@@ -142,11 +141,12 @@ def test_layers_are_compiled_while_torch_has_its_own_functions() -> None:
 def test_fused_projections_of_any_number_of_examples() -> None:
     """torch before 2.13 has no product for it under vmap."""
     fused = SplitQKV(nn.Linear(8, 24), tuple(torch.arange(24).split(8)))
-    params = {name: torch.stack([value, -value]).detach() for name, value in fused.named_parameters()}
-    plain = torch.vmap(partial(functional_call, fused), in_dims=(0, None))
+    params = {name: torch.stack([value, -value]).detach().requires_grad_() for name, value in fused.named_parameters()}
+    plain = torch.vmap(partial(functional_call, fused))
     of_all = compiled(plain, dynamic=True)
     for examples in (6, 3):
-        torch.testing.assert_close(of_all(params, STATES[:examples]), plain(params, STATES[:examples]))
+        states = STATES[:examples].expand(2, -1, -1, -1)
+        torch.testing.assert_close(of_all(params, states), plain(params, states))
 
 
 @pytest.mark.slow
