@@ -290,9 +290,11 @@ def from_module(
     if of_transformers(module):
         from partita.models.torch_functions import use_own_functions
         from partita.models.transformers_attention import use_attention
+        from partita.models.transformers_experts import use_gradients
 
         use_attention(module)
         use_own_functions(module)
+        use_gradients()
     _treat_padding_as_any_token(module)
     use_vmap_layers(module)
     use_layer_forward(module, draws, checkpointing)

@@ -264,7 +264,7 @@ def _restore_functions(part: Any, inputs: Any, output: Any) -> None:
 
 
 def _no_draws(*sizes: Any, **options: Any) -> Any:
-    """Return ones; without sizes a number, which LayerDrop compares with its rate; the compiler must know it."""
+    """Return ones; without sizes a number, so that the compiler knows how it compares with a rate of LayerDrop."""
     return 1.0 if sizes == ([],) else torch.ones(*sizes, **options)
 
 

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from partita.core.tensors import Tensors
-from partita.models.vmap_layers import Linear
+from partita.models.vmap_layers import Linear, linear
 
 PARTS, LEAVES = ("query", "key", "value"), ("weight", "bias")
 # Which outputs of the fused projection are queries, keys and values.
@@ -117,7 +116,7 @@ class SplitQKV(torch.nn.Module):
             return joined if self.order is None else joined.index_select(-1, self.order.to(joined.device))
         weight, bias = self.fused("weight"), self.fused("bias") if self.has_bias else None
         if not self.transposed:
-            return functional.linear(state, weight, bias)
+            return linear(state, weight, bias)
         assert bias is not None, "a Conv1D has a bias"
         return torch.addmm(bias, state.flatten(0, 1), weight).unflatten(0, state.shape[:2])
 

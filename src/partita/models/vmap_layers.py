@@ -63,7 +63,11 @@ def use_vmap_layers(module: torch.nn.Module) -> None:
 
 
 def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    (bias,) = _in_autocast(inputs, weight, bias)
+    return linear(inputs, weight, *_in_autocast(inputs, weight, bias))
+
+
+def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`functional.linear`, which the compiler can follow under vmap."""
     if torch.compiler.is_compiling() and inputs.ndim > 2:
         # Flatten to rows: with more dimensions, vmap needs a count that torch before 2.13 lacks for symbolic shapes.
         return functional.linear(inputs.flatten(0, -2), weight, bias).unflatten(0, inputs.shape[:-1])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -39,7 +40,7 @@ class CompiledVmap:
         masked = dims[-1] is not None
         if masked not in self.programs:
             whole = torch.vmap(function, in_dims=tuple(dims)) if self.axis.many else function
-            self.programs[masked] = _in_compiler(_compiled(whole, self.combine, self.axis.many))
+            self.programs[masked] = _compiled(whole, self.combine, self.axis.many)
         return self.programs[masked]
 
 
@@ -63,7 +64,7 @@ class CompiledLayers:
             with compiled_layers(lambda layer: _layer_program(layer, self.combine)):
                 return whole(*parts)
 
-        return _in_compiler(call)
+        return call
 
 
 class CompiledGradients:
@@ -91,20 +92,22 @@ class CompiledGradients:
         if self.current is self.plain:
             return self.plain(trainable, values, dims, count)
         try:
-            return self.current(trainable, values, dims, count)
+            with _in_compiler():
+                return self.current(trainable, values, dims, count)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the compiler's own mistakes have any type, also in the backward pass
             failure = CompileError(f"{self.what} cannot be compiled: {_reason(error)}")
             if _is_capturing():
                 raise failure from error
-            forget_programs()
-            found = self.plain(trainable, values, dims, count)  # raises if the error is not the compiler's
-            if self.on_failure is None:
-                raise CompileError(f"{failure}; set engine.compile = false") from error
-            self.current = self.plain
-            self.on_failure(failure)
-            return found
+            failure.__cause__ = None if self.on_failure else error  # which holds the tensors of the step
+        forget_programs()
+        found = self.plain(trainable, values, dims, count)  # raises if the error is not the compiler's
+        if self.on_failure is None:
+            raise CompileError(f"{failure}; set engine.compile = false") from failure.__cause__
+        self.current = self.plain
+        self.on_failure(failure)
+        return found
 
 
 def _reason(error: Exception) -> str:
@@ -132,22 +135,20 @@ def _options(combine: bool) -> dict[str, Any] | None:
     return {"combo_kernels": True} if combine else None
 
 
-def _in_compiler(program: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*parts: Any) -> Any:
-        try:
-            with limit_recompiles(MAX_PROGRAMS), warnings.catch_warnings():
-                # The compiler reads `grad` of a layer's inputs, which are not leaves. And the precision of float32 is
-                # chosen: TensorFloat32 would change results.
-                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-                warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
-                warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # a note on speed
-                return program(*parts)
-        except RecompileLimitError as error:
-            raise RuntimeError(
-                f"its clients' plans and batches need more than {MAX_PROGRAMS} compiled programs"
-            ) from error
-
-    return call
+@contextmanager
+def _in_compiler() -> Iterator[None]:
+    """Allow more programs than torch does, and leave out what the compiler says of itself."""
+    try:
+        with limit_recompiles(MAX_PROGRAMS), warnings.catch_warnings():
+            # The compiler reads `grad` of a layer's inputs, which are not leaves. It follows cached functions. And the
+            # precision of float32 is chosen: TensorFloat32 would change results.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
+            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
+            warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")
+            yield
+    except RecompileLimitError as error:
+        raise RuntimeError(f"its clients' plans and batches need more than {MAX_PROGRAMS} compiled programs") from error
 
 
 def _compiled(function: Callable[..., Any], combine: bool, of_block: bool) -> Callable[..., Any]:
