@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 
@@ -128,11 +130,11 @@ def test_code_of_a_stranger_is_not_run(
         code_of_exit, _, errors = run_partita(command, folder)
         (folder / "result.json").write_bytes(finished)
         assert code_of_exit == 1
-        assert "the run uses code/mine.py, which was not started by you on this machine; read it" in errors
+        assert "the run uses code/mine.py, which you have not run or trusted on this machine; read it" in errors
     assert run_partita("report", folder)[0] == 0
     assert run_partita("ls", tmp_path)[0] == 0
     assert partita.load_run(folder).scores
-    with pytest.raises(CodeError, match="not started by you"):
+    with pytest.raises(CodeError, match="not run or trusted"):
         partita.load_run(folder).model()
     assert not (folder / "code" / "was_run").exists()
     if not listed:
@@ -146,8 +148,69 @@ def test_module_of_a_stranger_is_not_imported(tmp_path: Path) -> None:
     folder = run_all(write_own_code(tmp_path / "lab"), tmp_path / "run")
     text = (folder / "config.toml").read_text().replace("code/mine.py:half", "this:half")
     (folder / "config.toml").write_text(text)
-    with pytest.raises(CodeError, match="the run uses this:half, which was not started by you"):
+    with pytest.raises(CodeError, match="the run uses this:half, which you have not run or trusted"):
         load_recorded(folder)
+
+
+def with_side_effect(folder: Path) -> Path:
+    return write_own_code(folder, code=SIDE_EFFECT + MINE.replace("from __future__ import annotations\n", ""))
+
+
+LOOKS = [
+    ("config",),
+    ("plan",),
+    ("split",),
+    ("budget", "--epsilon", "8"),
+    ("budget", "--statement"),
+]
+
+
+@pytest.mark.parametrize("command", LOOKS, ids=" ".join)
+def test_looking_at_a_config_does_not_run_its_code(
+    tmp_path: Path, run_partita: Shell, command: tuple[str, ...]
+) -> None:
+    config = with_side_effect(tmp_path)
+    code, out, errors = run_partita(command[0], "-c", config, *command[1:])
+    file = tmp_path / "mine.py"
+    assert (code, out) == (1, "")
+    assert f"the config runs {file} (digest {digest(file.read_bytes())}), which you have not run" in errors
+    assert "read it, then repeat the command with --trust-code" in errors
+    assert not (tmp_path / "was_run").exists()
+    config.write_text(config.read_text().replace("mine.py:half", "this:half"))  # a module runs when it is imported
+    assert "this:half" in run_partita(command[0], "-c", config, *command[1:])[2]
+    assert "this" not in sys.modules
+
+
+def test_trusted_code_is_remembered_until_it_changes(tmp_path: Path, run_partita: Shell) -> None:
+    config = with_side_effect(tmp_path)
+    assert run_partita("config", "-c", config, "--trust-code")[0] == 0
+    assert (tmp_path / "was_run").exists()
+    assert run_partita("config", "-c", config)[0] == 0
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write("CHANGED = 1\n")
+    assert "read it, then repeat" in run_partita("config", "-c", config)[2]
+
+
+def test_code_that_a_user_names_or_has_written_needs_no_trust(tmp_path: Path, run_partita: Shell) -> None:
+    named = f'method={{name="{with_side_effect(tmp_path).parent}/mine.py:half"}}'
+    (tmp_path / "plain.toml").write_text('[data]\nname = "digits"\n[model]\nname = "vit"\n')
+    assert run_partita("config", "-c", tmp_path / "plain.toml", "--set", named)[0] == 0
+    assert run_partita("new", "method", "fedmine", "--to", tmp_path)[0] == 0
+    assert run_partita("config", "-c", tmp_path / "fedmine.toml")[0] == 0
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_person_on_a_terminal_is_asked_about_code(
+    tmp_path: Path, run_partita: Shell, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    config = with_side_effect(tmp_path)
+    terminal = io.StringIO(f"{answer}\n")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    code, _, errors = run_partita("config", "-c", config)
+    assert ("which you do not trust" in errors) == (code == 1) == (answer == "n")
+    assert (tmp_path / "was_run").exists() == (answer == "y")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from partita.cli.config_file import TrustCode, look
 from partita.storage.safe_text import printable
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def budget(
     group: Annotated[
         str | None, typer.Option(help="With --new: the ledger protects the groups of this column, not single examples.")
     ] = None,
+    trust_code: TrustCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show the noise a privacy budget needs, how epsilon grows, and the effect of other settings.
@@ -72,7 +74,7 @@ def budget(
     if group is not None and not new:
         raise OptionError("--group is for --new; a config names its column in privacy.group")
     if statement:
-        text = _statement(config, changes or [], run, ledger)
+        text = _statement(config, changes or [], trust_code, run, ledger)
         if out is None:
             print(text, end="")
         else:
@@ -86,7 +88,7 @@ def budget(
         from partita.privacy.budget import Client, forecast_client
 
         if config is not None:
-            shown = _forecast(config, changes or [], epsilon, noise, delta)
+            shown = _forecast(config, changes or [], trust_code, epsilon, noise, delta)
         elif (examples is None) == (groups is None):
             raise OptionError("give --config, or --examples or --groups and the other settings of one client")
         else:
@@ -97,22 +99,26 @@ def budget(
 
 
 def _forecast(
-    config: Path, changes: list[str], epsilon: float | None, noise: float | None, delta: float | None
+    config: Path,
+    changes: list[str],
+    trust_code: bool,
+    epsilon: float | None,
+    noise: float | None,
+    delta: float | None,
 ) -> Forecast:
     from partita.core.options import OptionError
     from partita.experiment.builder import build
-    from partita.experiment.config import load
     from partita.privacy.budget import forecast_run
 
     options = {"privacy.epsilon": epsilon, "privacy.noise": noise, "privacy.delta": delta}
     overrides = [f"{key}={value}" for key, value in options.items() if value is not None]
-    guard = build(load(config, [*changes, *overrides])).guard
+    guard = build(look(config, [*changes, *overrides], trust_code)).guard
     if guard is None:
         raise OptionError(f"{config} has no [privacy] table; add one, or pass --epsilon")
     return forecast_run(guard)
 
 
-def _statement(config: Path | None, changes: list[str], run: Path | None, ledger: Path | None) -> str:
+def _statement(config: Path | None, changes: list[str], trust_code: bool, run: Path | None, ledger: Path | None) -> str:
     from partita.core.options import OptionError
     from partita.experiment.privacy_statement import statement_of_config, statement_of_run
 
@@ -120,10 +126,8 @@ def _statement(config: Path | None, changes: list[str], run: Path | None, ledger
         raise OptionError("--statement needs --config or --run, and not both")
     if run is not None:
         return statement_of_run(run, ledger)
-    from partita.experiment.config import load
-
     assert config is not None
-    return statement_of_config(load(config, changes), ledger)
+    return statement_of_config(look(config, changes, trust_code), ledger)
 
 
 def _show_ledger(

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -60,6 +61,10 @@ def check(
     if name is None:
         _check_all(kind, changes, as_json)
         return
+    from partita.experiment.config_code import anchored, custom_code_in
+    from partita.experiment.trusted_code import trust
+
+    trust(custom_code_in(anchored({kind: {"name": name}}, Path())))
     begun = time.perf_counter()
     about, outcomes = _method(name, tables["method"]) if kind == "method" else _own_code(kind, name, tables)
     seconds = time.perf_counter() - begun

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from partita.cli.config_file import TrustCode, look
 from partita.storage.safe_text import printable
 
 
@@ -23,6 +24,7 @@ def config(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Override a config key, e.g. --set method.mu=0.1. Repeatable.")
     ] = None,
+    trust_code: TrustCode = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of configs, for editors.")] = False,
 ) -> None:
     """Print a config with all defaults filled in, or the JSON Schema with which editors check configs."""
@@ -35,6 +37,4 @@ def config(
 
         print(json.dumps(config_schema(), indent=1))
     elif file is not None:
-        from partita.experiment.config import load
-
-        print("\n".join(map(printable, load(file, changes or ()).to_toml().splitlines())))
+        print("\n".join(map(printable, look(file, changes, trust_code).to_toml().splitlines())))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from partita.cli.config_file import TrustCode
 from partita.cli.round_choice import parse_round
 from partita.storage.safe_text import printable
 
@@ -58,9 +59,7 @@ def evaluate(
     ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="For exported folders.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder for results.json and evaluation.html.")] = None,
-    trust_code: Annotated[
-        bool, typer.Option("--trust-code", help="Run own code in the folder even if you have not run it before.")
-    ] = False,
+    trust_code: TrustCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Score a trained model, with bootstrap intervals, by class, client or column, with confusion and calibration.

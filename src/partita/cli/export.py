@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from partita.cli.config_file import TrustCode
 from partita.cli.round_choice import parse_round
 from partita.storage.safe_text import path_component, printable
 
@@ -46,9 +47,7 @@ def export(
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="Make a new repository public. Default: private.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    trust_code: Annotated[
-        bool, typer.Option("--trust-code", help="Run own code in the folder even if you have not run it before.")
-    ] = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Write the model of a run as a folder that loads without partita, with a model card.
 

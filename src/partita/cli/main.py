@@ -29,6 +29,7 @@ from partita.cli import track as track_command
 from partita.cli import tune as tune_command
 from partita.cli import watch as watch_command
 from partita.cli.completion import complete_method, complete_methods
+from partita.cli.config_file import TrustCode, look
 from partita.cli.lazy_imports import import_lazily, lighten_transformers
 from partita.cli.progress import Verbosity, follow, follow_all
 from partita.cli.stopping import Stopped, stop_on_signals
@@ -73,9 +74,6 @@ Rounds = Annotated[int | None, typer.Option(help="Number of rounds; short for --
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and the final table.")]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Print every round, with bytes and drift, and how it is computed.")
-]
-TrustCode = Annotated[
-    bool, typer.Option("--trust-code", help="Run the own code in the folder even if you did not start the run here.")
 ]
 MetricName = Annotated[
     str | None, typer.Option("--metric", help="Recorded metric to compare. Default: the task's own.")
@@ -187,10 +185,11 @@ def plan(
         str | None, typer.Option(help="Client name. Default: the first client of the round's cohort.")
     ] = None,
     by: Annotated[str, typer.Option(help="Group parameters by role, layer or name.")] = "role",
+    trust_code: TrustCode = False,
     as_json: Json = False,
 ) -> None:
     """Show which parameters one client trains, uploads, downloads and keeps in one round, with byte counts."""
-    settings = _load(config, changes)
+    settings = _load(config, changes, trust_code)
     from partita.experiment.preview import preview
 
     shown = preview(settings, round, client, by)
@@ -396,14 +395,14 @@ def _with_rounds(changes: list[str] | None, rounds: int | None) -> list[str]:
     return [*(changes or ()), *([] if rounds is None else [f"rounds={rounds}"])]
 
 
-def _load(config: Path, changes: list[str] | None = None) -> Config:
-    """Load the config and check its paths, before a command imports torch."""
+def _load(config: Path, changes: list[str] | None, trust_code: bool | None = None) -> Config:
+    """Load the config and check its paths, before a command imports torch. None is for commands that run its code."""
     from partita.experiment.gc_freeze import importing
 
     with importing():
         from partita.experiment.config import check_paths, load
 
-        settings = load(config, changes or ())
+        settings = load(config, changes or ()) if trust_code is None else look(config, changes, trust_code)
         check_paths(settings)
         return settings
 

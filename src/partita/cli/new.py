@@ -60,7 +60,9 @@ def write(kind: Kind, name: str, folder: Path) -> list[Path]:
     Raises:
         ConfigError: If one of them exists, or cannot be written. Nothing is written if one exists.
     """
+    from partita.core.own_code import Reference
     from partita.experiment.starter import ConfigError, write_new
+    from partita.experiment.trusted_code import trust
 
     placeholder, targets = PLACEHOLDERS[kind], [folder / each.format(name) for each in FILES]
     for path in targets:
@@ -74,6 +76,7 @@ def write(kind: Kind, name: str, folder: Path) -> list[Path]:
         raise ConfigError(f"cannot create the folder {folder}: {error.strerror}; choose another with --to") from error
     for path, text in zip(targets, texts, strict=True):
         write_new(path, text.replace(placeholder, name))
+    trust([Reference(str(targets[0]), name)])
     return targets
 
 

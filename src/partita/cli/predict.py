@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from partita.cli.config_file import TrustCode
 from partita.cli.evaluate import to_strict
 from partita.cli.round_choice import parse_round
 
@@ -35,9 +36,7 @@ def predict(
         str | None, typer.Option(help="Folder or Hub id of the model under an exported adapter or prompts.")
     ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="For exported folders.")] = "auto",
-    trust_code: Annotated[
-        bool, typer.Option("--trust-code", help="Run own code in the folder even if you have not run it before.")
-    ] = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Predict for each row of a file, without labels, and print JSON lines or CSV. Rows are read as a stream.
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from partita.cli.config_file import TrustCode, look
 from partita.storage.safe_text import printable
 
 
@@ -23,6 +24,7 @@ def split(
         list[str] | None, typer.Option("--set", help="Override a config key, e.g. --set split.alpha=0.1. Repeatable.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Also draw the split to a file: .png, .svg or .html.")] = None,
+    trust_code: TrustCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show how many examples of which classes each client gets, and how uneven that is.
@@ -33,10 +35,9 @@ def split(
 
     if out is not None:
         split_view.check_file(out)
-    from partita.experiment.config import load
     from partita.experiment.split_record import split_of_config
 
-    settings = load(config, changes or ())
+    settings = look(config, changes, trust_code)
     held = split_view.read_split(split_of_config(settings), settings.seed)
     if as_json:
         print(json.dumps(split_view.to_json(held), indent=1))

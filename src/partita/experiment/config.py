@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +32,15 @@ from partita.core.sampling import SAMPLING
 from partita.core.secure_settings import SecureAggregation
 from partita.data.dataset_files import check_place
 from partita.data.other_data import DOCUMENTS
-from partita.experiment.config_code import anchored, changed, check_recorded, code_digests, portable, references_in
+from partita.experiment.config_code import (
+    anchored,
+    changed,
+    check_recorded,
+    code_digests,
+    custom_code_in,
+    portable,
+    references_in,
+)
 from partita.experiment.config_tables import (
     CheckpointConfig,
     EngineConfig,
@@ -237,20 +245,27 @@ def load_recorded(folder: Path, trust_code: bool = False, own_code: Mapping[str,
     return parse(anchored(raw, folder))
 
 
-def load(path: Path, changes: Iterable[str] = ()) -> Config:
-    """Load and validate a config file.
+def load(
+    path: Path, changes: Iterable[str] = (), allow: Callable[[Sequence[Reference]], object] | None = None
+) -> Config:
+    """Load and validate a config file. This runs the code that it names.
 
     Args:
         path: The TOML file. Own code that it names is relative to its folder.
         changes: Overrides such as "method.mu=0.1". Own code that they name is relative to the current folder.
+        allow: Called with the custom code that the file names, before it runs; an error from it stops that. Names that
+            packages register are not custom code. None for commands that run the config in any case.
 
     Raises:
         ConfigError: If the file or an override cannot be read.
         OptionError: If a key is unknown or a value is invalid.
     """
     raw = anchored(read_toml(path), path.parent)
+    named = set(custom_code_in(raw))
     for change in changes:
         apply_override(raw, change)
+    if allow is not None:
+        allow([reference for reference in custom_code_in(raw) if reference in named])
     return parse(raw)
 
 

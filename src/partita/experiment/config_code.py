@@ -31,14 +31,23 @@ Raw = Mapping[str, Any]
 
 def references_in(raw: Raw) -> list[Reference]:
     """Return the user's own functions that a raw config names, and those of installed packages, each once."""
-    found: dict[Reference, None] = {}
+    return list(_named_in(raw))
+
+
+def custom_code_in(raw: Raw) -> list[Reference]:
+    """Return the functions of files and modules that a raw config names, without the names that packages register."""
+    return [reference for reference, name in _named_in(raw).items() if ":" in name]
+
+
+def _named_in(raw: Raw) -> dict[Reference, str]:
+    found: dict[Reference, str] = {}
 
     def note(name: str, reference: Reference) -> str:
-        found[reference] = None
+        found[reference] = name
         return name
 
     _map_references(raw, note)
-    return list(found)
+    return found
 
 
 def anchored(raw: Raw, folder: Path) -> dict[str, Any]:

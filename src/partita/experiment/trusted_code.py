@@ -1,7 +1,7 @@
-"""Which own code this user trusts. A run folder from someone else may hold code, and opening it must not run that code.
+"""Which custom code this user trusts. A config or run folder from someone else may name code; looking must not run it.
 
 The list of trusted code is a file in the user's state folder. Starting a run adds the code of its config. Commands that
-open a run folder run its code only if the list has it, or if the user says so.
+open a run folder, or only look at a config, run its code only if the list has it, or if the user says so.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from partita.core.own_code import FOLDER, CodeError, Reference, digest, read_source
 
 REMEDY = "read it, then repeat the command with --trust-code"
+NEW = "which you have not run or trusted on this machine"
 
 
 def trusted_file() -> Path:
@@ -46,12 +47,25 @@ def check_trusted(references: Iterable[Reference], own: Mapping[str, str] | None
     Raises:
         CodeError: If the list does not have one of them.
     """
-    entries = _entries()
-    for reference in references:
-        entry = _entry(reference)
-        if entry not in entries and entry not in (own or {}).values():
-            shown = f"{FOLDER}/{reference.key}" if reference.path else str(reference)
-            raise CodeError(f"the run uses {shown}, which was not started by you on this machine; {REMEDY}")
+    for reference in untrusted(references, own):
+        shown = f"{FOLDER}/{reference.key}" if reference.path else str(reference)
+        raise CodeError(f"the run uses {shown}, {NEW}; {REMEDY}")
+
+
+def untrusted(references: Iterable[Reference], own: Mapping[str, str] | None = None) -> list[Reference]:
+    """Return the functions whose code the list does not have.
+
+    Args:
+        references: The functions that a config names.
+        own: Digests of the user's own code, which is trusted too.
+    """
+    known = _entries() | {*(own or {}).values()}
+    return [reference for reference in references if _entry(reference) not in known]
+
+
+def described(reference: Reference) -> str:
+    """Return a text with what would run: a file with its digest, or a function of an installed module."""
+    return f"{reference.path} (digest {_entry(reference)})" if reference.path else str(reference)
 
 
 def _entry(reference: Reference) -> str:
