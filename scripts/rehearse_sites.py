@@ -222,6 +222,7 @@ def rehearse(group: Rehearsal) -> None:
     group.command("server", "./register.sh")
     for site in SITES:
         group.command(site, "partita", "site", "plan")
+        group.command(site, "partita", "site", "approve", "--yes", "--scores")
         group.command(site, "partita", "site", "doctor")
         group.command(site, "partita", "site", "describe", "--out", "described.json")
     described = [f"parties/{site}/described.json" for site in SITES]

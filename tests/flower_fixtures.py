@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
@@ -96,9 +97,13 @@ class FakeGrid(Grid):
     replies: dict[str, Message] = field(default_factory=dict)
     scale: MessageSizes = field(default_factory=lambda: MessageSizes())
     fetching: Callable[[Message], None] = lambda reply: None
+    registered: dict[int, str] = field(default_factory=dict)  # node -> the name under which its key is registered
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.nodes)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return [NodeInfo(node_id=node, name=self.registered.get(node)) for node in self.nodes]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         for message in messages:

@@ -454,6 +454,29 @@ def test_duplicate_and_unknown_client_names_are_ignored_with_a_warning(
     assert engine.nodes == {"c0": 20, "c1": 11}
 
 
+def test_node_with_a_registered_key_can_only_be_the_client_of_that_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A registered site, and later one without a name, claim to be another one."""
+    model, run = toy_model(), toy_run(fedavg(), 1)
+    grid = make_grid(run, model, Clients(c0=3, c1=4, c2=5), tmp_path)  # nodes 12, 11, 10
+    honest = grid.nodes.pop(12)
+    grid.nodes[11] = honest  # says that it is c0
+    grid.nodes[20] = honest
+    grid.registered = {11: "c1", 10: "c2"}
+    engine = flower_engine(run, model, grid, ["c0", "c1", "c2"], wait_for=2)
+    assert engine.clients() == ["c0", "c2"]
+    assert engine.nodes == {"c0": 20, "c2": 10}, "nobody is registered as c0 yet"
+    assert "node 11 says it is 'c0', but its key is registered as 'c1'; it is refused" in caplog.text
+    grid.nodes[12], grid.registered[12] = honest, "c0"
+    assert engine.registry.online() == {"c0": 12, "c2": 10}
+    grid.nodes[21] = honest
+    assert engine.registry.online() == {"c0": 12, "c2": 10}
+    assert "node 21 says it is 'c0', but another key is registered under that name; it is refused" in caplog.text
+    del grid.nodes[12]
+    assert engine.registry.online() == {"c2": 10}, "nobody takes its place"
+
+
 def test_too_few_connected_clients_are_an_error_naming_those_present(tmp_path: Path, clock: VirtualClock) -> None:
     model, run = toy_model(), toy_run(fedavg(), 1)
     grid = make_grid(run, model, Clients(c0=3, c2=4), tmp_path)

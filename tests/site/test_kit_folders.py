@@ -35,10 +35,11 @@ def test_all_parties_have_the_same_experiment(kit: Path) -> None:
     assert run_config(kit / "server" / "app")["folder"].startswith("/opt/partita/server/state/runs/")
 
 
-def test_policy_approves_this_experiment_and_what_its_plan_sends(kit: Path) -> None:
+def test_policy_approves_nothing_and_proposes_what_the_plan_sends(kit: Path) -> None:
     policy = tomllib.loads((kit / "north" / "policy.toml").read_text())
     config = load(kit / "north" / "experiment.toml")
-    assert policy["experiments"] == [shared_digest(config)]
+    assert policy["experiments"] == []
+    assert policy["leave"]["scores"] is False, "the experiment asks for them, and nobody has agreed"
     assert "head" not in policy["leave"]["roles"]
     assert policy["leave"]["never"] == ["classifier.bias", "classifier.weight"], "fedper keeps its head"
     assert policy["leave"]["names"] == []
@@ -155,16 +156,14 @@ def test_only_the_proxy_of_the_server_is_reached(kit: Path) -> None:
 
 
 @pytest.mark.slow
-def test_own_code_of_the_experiment_travels_and_is_approved(tmp_path: Path) -> None:
+def test_own_code_of_the_experiment_travels_and_is_not_approved(tmp_path: Path) -> None:
     write_experiment(tmp_path)
     (tmp_path / "mine.py").write_text("def spread(logits, targets):\n    return float(logits.std())\n")
     text = (tmp_path / "experiment.toml").read_text() + '[evaluate]\nmetrics = ["mine.py:spread"]\n'
     kit = write_kit(tmp_path, experiment=text)
     assert (kit / "north" / "code" / "mine.py").read_bytes() == (tmp_path / "mine.py").read_bytes()
     policy = tomllib.loads((kit / "north" / "policy.toml").read_text())
-    config = load(kit / "north" / "experiment.toml")
-    assert policy["code"] == list(config.code.values())
-    assert policy["experiments"] == [shared_digest(config)]
+    assert policy["code"] == policy["experiments"] == []
     volumes = yaml.safe_load((kit / "north" / "compose.yaml").read_text())["services"]["site"]["volumes"]
     assert "/site/code" in [volume["target"] for volume in volumes]
 

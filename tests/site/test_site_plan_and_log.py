@@ -47,10 +47,14 @@ def test_form_prints_the_digest_to_approve_and_exits_with_1(kit: SiteKit, partit
     kit.allow(approve=False)
     code, page, _ = partita("site", "plan", kit.folder)
     assert code == 1
-    assert f'REFUSED: experiments does not list it; read this page, and to approve it, add "{kit.terms.digest}"' in page
+    assert f"experiment: {kit.terms.digest}" in page
+    assert (
+        "REFUSED: experiments does not list it; read this page, and to approve it, run 'partita site approve'" in page
+    )
     assert "REFUSED: the policy does not cover 1 of these lines." in page
-    policy = kit.site.policy_file
-    policy.write_text(policy.read_text().replace("experiments = []", f'experiments = ["{kit.terms.digest}"]'))
+    code, page, _ = partita("site", "approve", kit.folder, "--yes")
+    assert code == 0
+    assert "The policy covers all." in page
     assert partita("site", "plan", kit.folder)[0] == 0
 
 

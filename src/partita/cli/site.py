@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,6 +44,34 @@ def plan(
     form = consent_form(site, names)
     print(form.to_text())
     raise typer.Exit(int(bool(form.refusals())))
+
+
+@app.command()
+def approve(
+    path: SiteFile = HERE,
+    scores: Annotated[
+        bool, typer.Option("--scores", help="Also let scores on this site's own examples leave.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask: a person has read the page.")] = False,
+) -> None:
+    """Show what the experiment asks of this site, and record a person's approval in the policy.
+
+    The approval covers this experiment only. After any change of it, the site asks for a new one.
+    """
+    site = _load(path)
+    from partita.site.approval import approve as approve_experiment
+    from partita.site.toml_tables import SiteError
+
+    def agree(shown: str, question: str) -> bool:
+        print(shown)
+        if not yes and not sys.stdin.isatty():
+            raise SiteError("an approval needs a person at a terminal, or --yes from one who has read this page")
+        return yes or typer.confirm(question)
+
+    if not approve_experiment(site, agree, scores):
+        print("not approved; nothing was changed")
+        raise typer.Exit(1)
+    print(f"approved in {printable(site.policy_file)}")
 
 
 @app.command()

@@ -18,6 +18,7 @@ from partita.engines.flower.outgoing import Outgoing
 from partita.site.policy import UNITS, Policy
 from partita.site.terms import Terms, count_releases
 
+APPROVE = "to approve it, run 'partita site approve'"
 LEFT = "left"  # kind of the log's lines for updates
 
 
@@ -42,12 +43,11 @@ class Finding:
 
 def review(policy: Policy, terms: Terms) -> Iterator[Finding]:
     """Check what is the same for all jobs of an experiment."""
-    yield Finding("experiment", terms.digest, "" if terms.digest in policy.experiments else _unapproved(terms.digest))
+    unread = f"experiments does not list it; read this page, and {APPROVE}"
+    yield Finding("experiment", terms.digest, "" if terms.digest in policy.experiments else unread)
+    unread = f"code does not list its digest; read the file, and {APPROVE}"
     for key, digest in terms.code.items():
-        remedy = f'read the file; to approve it, add "{digest}" to code'
-        yield Finding(
-            f"own code {key}", digest, "" if digest in policy.code else f"code does not list its digest; {remedy}"
-        )
+        yield Finding(f"custom code {key}", digest, "" if digest in policy.code else unread)
     rounds, most = terms.experiment.run.rounds, policy.limits.rounds
     excess = f"limits.rounds is {most}; train fewer rounds, or raise it"
     yield Finding("rounds", str(rounds), excess if most is not None and rounds > most else "")
@@ -246,10 +246,6 @@ class JobConsent:
         for reason in reasons:
             if reason:
                 raise Refusal(self.terms.client, reason)
-
-
-def _unapproved(digest: str) -> str:
-    return f'experiments does not list it; read this page, and to approve it, add "{digest}" to experiments'
 
 
 def _privacy(policy: Policy, terms: Terms) -> Iterator[Finding]:

@@ -20,17 +20,14 @@ class CodeRefused(ValueError):
     """The experiment names own code that the policy does not list."""
 
 
-def unapproved_code(site: SiteConfig, policy: Policy) -> Iterator[str]:
-    """Yield a sentence for each file of own code that the policy does not list. Nothing is run to find them."""
+def unapproved_code(site: SiteConfig, policy: Policy) -> Iterator[tuple[str, str]]:
+    """Yield the name and the digest of own code that the policy does not list. Nothing is run to find it."""
     raw = anchored(read_toml(site.experiment_file), site.experiment_file.parent)
     for change in site.changes:
         apply_override(raw, change)
     for key, digest in code_digests(anchored(raw, Path())).items():
         if digest not in policy.code:
-            yield (
-                f"own code {format_value(key)}: code in the policy does not list its digest; read the file, and to "
-                f'approve it, add "{digest}" to code'
-            )
+            yield key, digest
 
 
 def own_settings(site: SiteConfig, policy: Policy) -> tuple[Config, Config]:
@@ -39,8 +36,11 @@ def own_settings(site: SiteConfig, policy: Policy) -> tuple[Config, Config]:
     Raises:
         CodeRefused: If it names own code that the policy does not list.
     """
-    for reason in unapproved_code(site, policy):
-        raise CodeRefused(reason)
+    for key, digest in unapproved_code(site, policy):
+        raise CodeRefused(
+            f"custom code {format_value(key)}: code in the policy does not list its digest, {digest}; read the file, "
+            "and to approve it, run 'partita site approve'"
+        )
     return site_settings(site.experiment_file, site.name, (), site.changes)
 
 

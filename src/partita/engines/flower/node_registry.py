@@ -1,4 +1,8 @@
-"""Maps Flower nodes to clients. A node is asked for its name when it is new and after an unanswered job."""
+"""Maps Flower nodes to clients. A node is asked for its name when it is new and after an unanswered job.
+
+A node whose key is registered under a name (`flwr supernode register KEY --name north`) can only be that client, and no
+other node can. Without registered names, as on one machine, a node is the client that it first says it is.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +33,14 @@ class NodeRegistry:
         self.claims: dict[int, str] = {}  # node -> the client it claims to be, in the order of the claims
         self.pending: dict[int, str] = {}  # node -> id of the pending message that asks for its name
         self.first_claims: dict[int, str] = {}  # node -> the first client it claimed to be, which it cannot change
+        self.registered: dict[int, str] = {}  # node -> the name under which its key is registered
         self.failures: Counter[int] = Counter()  # node -> failed answers
 
     def online(self) -> dict[str, int]:
         """Return the node of each connected client. New nodes are asked now and count once they have answered."""
-        online = set(self.mailbox.grid.get_node_ids())
+        infos = {info.node_id: info.name for info in self.mailbox.grid.get_nodes()}
+        online = infos.keys()
+        self.registered |= {node: name for node, name in infos.items() if name}
         for node in sorted(online - self.claims.keys() - self.pending.keys()):
             if message := self.mailbox.send(RecordDict(), node, MessageType.QUERY):
                 self.pending[node] = message
@@ -43,9 +50,14 @@ class NodeRegistry:
                 self._record(node, reply)
         nodes: dict[str, int] = {}
         for node, client in self.claims.items():
-            if node in online and client in self.population and self.first_claims[node] == client:
+            if node in online and client in self.population and self._may_be(node, client):
                 nodes.setdefault(client, node)
         return nodes
+
+    def _may_be(self, node: int, client: str) -> bool:
+        if name := self.registered.get(node):
+            return client == name
+        return client == self.first_claims[node] and client not in self.registered.values()
 
     def forget(self, node: int) -> None:
         """Ask a node for its name again after an unanswered job: Flower reports a dead node as online for a minute."""
@@ -70,6 +82,15 @@ class NodeRegistry:
         elif name not in self.population:
             _log.warning(
                 "node %d says it is '%s', which is not a client of this run; it is ignored", node, printable_line(name)
+            )
+        elif not self._may_be(node, name):
+            _log.warning(
+                "node %d says it is '%s', but %s; it is refused",
+                node,
+                name,
+                f"its key is registered as '{printable_line(self.registered[node])}'"
+                if node in self.registered
+                else "another key is registered under that name",
             )
         elif name in self.claims.values():
             _log.warning(

@@ -18,7 +18,7 @@ from typing import Any
 
 from partita.experiment import flower_app
 from partita.experiment.builder import Experiment, build
-from partita.experiment.config import Config, load, shared_digest
+from partita.experiment.config import Config, load
 from partita.experiment.config_code import code_copies
 from partita.privacy.guard import PrivacyConfig
 from partita.site.kit.group import ABSOLUTE, SERVER, Group, GroupSite, Images, is_absolute
@@ -161,7 +161,6 @@ def _site(site: GroupSite, experiment: Experiment, needs: Needs, common: Mapping
         "bridge": f"pt-{site.name[:12]}",
         "addresses": _by_family(common["server"].addresses),
         "gpu": site.settings.get("engine.device", config.engine.device) == "cuda",
-        "digest": shared_digest(config),
         "roles": roles,
         "names": names,
         "never": [escape(name) for name in sorted(needs.kept - needs.names)],
