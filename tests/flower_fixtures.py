@@ -29,6 +29,7 @@ from partita.evaluation import ACCURACY
 
 THREE = Clients(c0=2, c1=4, c2=3)
 CPU = torch.device("cpu")
+ANY_SIZE = messages.Size(10**9, 10**9)
 Reply = Callable[[Message], Message | None]
 
 
@@ -187,7 +188,7 @@ def rewrite(**changes: Any) -> Tamper:
     """Change fields of the update; a callable gets the old value."""
 
     def tamper(message: Message, reply: Message) -> Message:
-        update = messages.decode_update(reply.content, messages.decode_job_id(reply.content), 10**9)
+        update = messages.decode_update(reply.content, messages.decode_job_id(reply.content), ANY_SIZE)
         new = {name: change(getattr(update, name)) if callable(change) else change for name, change in changes.items()}
         content = messages.with_job_id(messages.encode_update(replace(update, **new)), message.content)
         return Message(content, reply_to=message)

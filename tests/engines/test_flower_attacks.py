@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from flower_fixtures import (
+    ANY_SIZE,
     THREE,
     FakeGrid,
     Reply,
@@ -203,9 +204,9 @@ ATTACKS: dict[str, Attack] = {
     "seven bytes": Attack(blob(lambda data: data[:7]), UNREAD),
     "cut short": Attack(blob(lambda data: data[:-1]), UNREAD),
     "bytes behind the end": Attack(blob(lambda data: data + b"\0" * 9), UNREAD),
-    "a header of 1 TB": Attack(packed(entry(), length=2**40), UNREAD),
-    "a header of 2^63": Attack(packed(entry(), length=2**63), UNREAD),
-    "a header of nested lists": Attack(packed(b"[" * 4000), UNREAD),
+    "a header of 1 TB": Attack(packed(entry(), length=2**40), "it names tensors in 1,099,511,627,776 bytes"),
+    "a header of 2^63": Attack(packed(entry(), length=2**63), "it names tensors in 9,223,372,036,854,775,808 bytes"),
+    "a header of nested lists": Attack(packed(b"[" * 3000), UNREAD),
     "a header that is no object": Attack(packed([1]), UNREAD),
     "a name that is not UTF-8": Attack(
         packed(b'{"delta/\xff\xfe":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'), UNREAD
@@ -407,7 +408,7 @@ def test_frozen_parameters_in_a_later_reply_are_refused(tmp_path: Path) -> None:
     kept: list[Update] = []
 
     def note(message: Message, reply: Message) -> Message:
-        kept.append(messages.decode_update(reply.content, messages.decode_job_id(reply.content), 10**9))
+        kept.append(messages.decode_update(reply.content, messages.decode_job_id(reply.content), ANY_SIZE))
         return reply
 
     tamper_with(grid, 11, note, when=0)

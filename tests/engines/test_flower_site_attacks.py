@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
-from flower_fixtures import CPU, THREE, FakeGrid, through_bytes
+from flower_fixtures import ANY_SIZE, CPU, THREE, FakeGrid, through_bytes
 from flower_fixtures import task_identity as task_identity
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from helpers import SMALL_TASK, SMALL_VIT, files_in, toy_model, toy_run
 
-from partita.core import tensors
+from partita.core import serialization, tensors
 from partita.core.client import Job
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.method import Method
@@ -30,6 +31,7 @@ from partita.engines.availability import Availability
 from partita.engines.flower import answered_rounds, client, messages
 from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.fingerprints import Fingerprints
+from partita.engines.flower.message_checks import largest_job
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import ACCURACY
 from partita.experiment import flower_app
@@ -169,6 +171,7 @@ MALFORMED: dict[str, Callable[[RecordDict], dict[str, Any]]] = {
     "no tensors": lambda content: {name: part for name, part in content.items() if name != "tensors"},
     "a record more": lambda content: {**content, "more": ConfigRecord({"a": LONG})},
     "a text for a round": lambda content: {**content, "job": ConfigRecord({**content["job"], "round": "0"})},  # type: ignore[dict-item]
+    "an entry more": lambda content: {**content, "job": ConfigRecord({**content["job"], "more": 1})},  # type: ignore[dict-item]
     "noise": lambda content: {**content, "tensors": ArrayRecord({"blob": Array("uint8", (9,), "safetensors", NOISE)})},
     "a pickle": lambda content: {**content, "tensors": ArrayRecord({"blob": Array("uint8", (9,), "pickle", NOISE)})},
 }  # fmt: skip
@@ -184,6 +187,42 @@ def test_site_refuses_malformed_messages(kind: str, tmp_path: Path) -> None:
     assert not files_in(tmp_path)
 
 
+MANY = 100_000
+
+
+def crowd(slot: Callable[[int], str]) -> ArrayRecord:
+    """A message that names many tensors without bytes."""
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"{slot(number)}/{number}": entry for number in range(MANY)}).encode()
+    data = len(header).to_bytes(8, "little") + header
+    return ArrayRecord({"blob": Array("uint8", (len(data),), messages.FORMAT, data)})
+
+
+CROWDS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "tensors": (lambda: {"tensors": crowd(lambda number: "params")}, r"it names tensors in \d,\d+,\d+ bytes, but"),
+    "slots": (lambda: {"tensors": crowd(str)}, r"it names tensors in \d,\d+,\d+ bytes, but"),
+    "signals": (lambda: {"signal": MetricRecord(dict.fromkeys(map(str, range(20_001)), 0.0))}, "it has 20,001 numbers"),
+}
+
+
+@pytest.mark.parametrize("kind", CROWDS)
+def test_crowd_of_names_is_refused_before_any_is_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message within the bytes of a large model, whose names take far longer to read than its bytes."""
+    crowded, reason = CROWDS[kind]
+    order = RecordDict({**honest_order(toy_run(fedavg(), 3)), **crowded()})
+    monkeypatch.setattr(safetensors.torch, "load", lambda data: {} if len(data) < MANY else pytest.fail("it was read"))
+    with pytest.raises(messages.MessageError, match=reason):
+        messages.decode_job(order, messages.Size(10**9, 10**6))
+
+
+def test_honest_job_of_a_method_with_slots_is_within_the_size_of_the_largest() -> None:
+    run = toy_run(build("scaffold", {}), 3)
+    data = honest_order(run)["tensors"]["blob"].data  # type: ignore[union-attr, index]
+    most = largest_job(toy_model())
+    assert most.header // 20 < serialization.header_bytes(data) <= most.header
+    assert most.bytes // 20 < len(data) <= most.bytes
+
+
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", ["fedper", "fedrep", "scaffold", "fedfrozen", "local-only"])
 def test_site_sends_only_what_the_plan_sends_up(name: str, tmp_path: Path) -> None:
@@ -197,7 +236,7 @@ def test_site_sends_only_what_the_plan_sends_up(name: str, tmp_path: Path) -> No
     ):
         answer = reply_of(site_at(tmp_path, run), forged)
         if "refusal" not in answer:
-            update = messages.decode_update(answer, messages.JobId(0, "c1", ""), 10**9)
+            update = messages.decode_update(answer, messages.JobId(0, "c1", ""), ANY_SIZE)
             assert update.delta.keys() <= plan.up
             assert all(part.keys() <= plan.up for part in update.slots.values())
             assert update.steps.keys() <= plan.train
@@ -259,7 +298,7 @@ def shift_params(job: Job) -> Job:
 
 
 def delta_of(answer: RecordDict) -> tensors.Tensors:
-    return dict(messages.decode_update(answer, messages.JobId(0, "c1", ""), 10**9).delta)
+    return dict(messages.decode_update(answer, messages.JobId(0, "c1", ""), ANY_SIZE).delta)
 
 
 REPEATED_ORDERS: dict[str, dict[str, Any]] = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from flower_fixtures import ANY_SIZE
 from flower_fixtures import task_identity as task_identity
 from flwr.app import ConfigRecord, RecordDict
 from helpers import files_in
@@ -76,7 +77,7 @@ def test_covered_job_is_answered_and_logged(kit: SiteKit) -> None:
 
 def test_digest_in_the_log_changes_with_every_part_of_the_reply(kit: SiteKit) -> None:
     reply = kit.send(kit.order())
-    update = messages.decode_update(reply, messages.decode_job_id(reply), 10**9)
+    update = messages.decode_update(reply, messages.decode_job_id(reply), ANY_SIZE)
     for change in ({"loss": 0.25}, {"weight": 3.0}, {"steps": {}}, {"metrics": {"a": 1.0}}, {"delta": {}}):
         other = messages.encode_update(replace(update, **change))  # type: ignore[arg-type]
         other["job_id"] = reply["job_id"]
@@ -337,7 +338,9 @@ def test_personal_parameter_in_a_finished_reply_does_not_leave(tmp_path: Path, m
 
     def leaking(site: client.Site, content: RecordDict) -> RecordDict:
         update = messages.decode_update(
-            messages.with_job_id(honest(site, content), content), messages.decode_job_id(content, "job"), 10**9
+            messages.with_job_id(honest(site, content), content),
+            messages.decode_job_id(content, "job"),
+            ANY_SIZE,
         )
         return messages.encode_update(replace(update, delta={**update.delta, "head.weight": HEAD}))
 

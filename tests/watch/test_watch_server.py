@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 import webbrowser
 from collections.abc import Iterator
 from functools import partial
@@ -187,12 +188,19 @@ def test_slow_clients_are_cut_off_and_do_not_keep_others_out(tmp_path: Path, mon
         assert ask(server)[0] == 200
 
 
-def test_more_connections_than_allowed_are_closed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_do_not_keep_the_page_from_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more connections than allowed, the oldest end. Before, a page had to wait until they were 15 seconds old."""
     monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 5)
     with serving(tmp_path) as server:
-        held = [socket.create_connection(("127.0.0.1", server.server_port), timeout=10) for _ in range(5)]
-        with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as extra:
-            assert extra.recv(1) == b""
+        address = ("127.0.0.1", server.server_port)
+        held = [socket.create_connection(address, timeout=10) for _ in range(12)]
+        with urllib.request.urlopen(server.address, timeout=5) as page:
+            assert page.status == 200
+        assert held[0].recv(1) == b"", "the oldest has ended"
+        held[-1].settimeout(0.1)
+        with pytest.raises(TimeoutError, match="timed out"):
+            held[-1].recv(1)
+        assert len(server.connections) <= 5
         for connection in held:
             connection.close()
 

@@ -47,8 +47,7 @@ def pack(slots: Message, about: dict[str, str] | None = None) -> bytes:
 
 def read_metadata(data: bytes) -> dict[str, str]:
     """Return the metadata of a serialized message."""
-    length = int.from_bytes(data[:8], "little")
-    metadata: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
+    metadata: dict[str, str] = json.loads(data[8 : 8 + header_bytes(data)])["__metadata__"]
     return metadata
 
 
@@ -67,6 +66,11 @@ def save(tensors: Tensors, about: dict[str, str] | None = None) -> bytes:
     entries = [(name, _code(value.dtype, name), tuple(value.shape), value.nbytes) for name, value in tensors.items()]
     order = _in_file_order(entries)
     return b"".join([_header(order, about), *(byte_view(tensors[name]) for name, *_ in order)])
+
+
+def header_bytes(data: bytes) -> int:
+    """Return how long the header of a message says that it is. Nothing is decoded."""
+    return int.from_bytes(data[:8], "little")
 
 
 def load(data: bytes) -> Tensors:

@@ -5,6 +5,7 @@ A request names one of a few files in memory, or asks for the state. No path of 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import socket
@@ -91,10 +92,12 @@ class WatchServer(ThreadingHTTPServer):
             return json.dumps(self.watcher.state(since), allow_nan=False, separators=(",", ":")).encode()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Accept a connection if there are not too many."""
+        """Accept a connection. If there are too many, end the oldest: a page's own requests take milliseconds."""
         with self.counting:
             if len(self.connections) >= MAX_CONNECTIONS:
-                return False
+                oldest = next(iter(self.connections))
+                del self.connections[oldest]
+                _end(oldest)
             self.connections[request] = time.monotonic()
             return True
 
@@ -109,13 +112,16 @@ class WatchServer(ThreadingHTTPServer):
         with self.counting:
             late = [each for each, since in self.connections.items() if time.monotonic() - since > MAX_SECONDS]
         for connection in late:
-            try:
-                connection.shutdown(socket.SHUT_RDWR)  # its thread then reads the end, and closes it
-            except OSError:
-                continue  # closed in the meantime
+            _end(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing about a connection that broke."""
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection: its thread then reads the end, and closes it."""
+    with contextlib.suppress(OSError):  # closed in the meantime
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Request(BaseHTTPRequestHandler):

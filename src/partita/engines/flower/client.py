@@ -30,7 +30,7 @@ from partita.engines.availability import Availability
 from partita.engines.flower import answered_rounds, messages, secure_site
 from partita.engines.flower.data_record import check_data
 from partita.engines.flower.fingerprints import Fingerprints
-from partita.engines.flower.message_checks import check_reply, check_request, valid_scores
+from partita.engines.flower.message_checks import check_reply, check_request, largest_job, valid_scores
 from partita.engines.flower.messages import ErrorReply, SiteRequest
 from partita.engines.flower.secure_messages import Stage
 from partita.engines.simulation import SimulationEngine
@@ -178,7 +178,7 @@ def evaluate(site: Site, content: RecordDict) -> RecordDict:
 
 def _accept(site: Site, content: RecordDict, kind: JobKind) -> tuple[SiteRequest, Plan, SimulationEngine]:
     """Return the request, its plan, and an engine for this one client. Check everything before changing any file."""
-    request = messages.decode_job(content)
+    request = messages.decode_job(content, largest_job(site.model))
     # Hashing a large base takes seconds, so it is done for the first job of a session.
     recorded = answered_rounds.base_in_session(site.folder / SESSION, request.job_id.session)
     base = site.base() if recorded is None else recorded

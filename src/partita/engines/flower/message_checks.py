@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,13 @@ from partita.core.rounds import initial_server, make_job
 from partita.core.settings import Run
 from partita.core.tensors import Names, Slots
 from partita.core.update import Update
-from partita.engines.flower.messages import JobId, MessageError, SiteRequest, first_unknown, printable_line
+from partita.engines.flower.messages import JobId, MessageError, SiteRequest, Size, first_unknown, printable_line
 from partita.evaluation import Evaluator, Metric
 from partita.evaluation.metrics import without_types
 
 MAX_ABS = 1e100  # largest number in a message: squares and sums of such numbers stay finite
 MAX_ENTRY_BYTES = 256  # size of a tensor's header entry without its name
+MAX_SLOTS = 8  # that a server sends besides the parameters
 
 
 # ---- server
@@ -32,7 +33,7 @@ class ExpectedReply:
     """What is known of a reply before its tensors are read. `core/update_checks.py` checks the update itself."""
 
     job_id: JobId
-    limit: int  # maximum bytes of tensors
+    most: Size
 
     def check(self, job_id: JobId) -> None:
         """Raise a MessageError if a reply belongs to another job."""
@@ -50,9 +51,18 @@ def expected_reply(run: Run, model: Model, job: Job, session: str) -> ExpectedRe
     own = {slot for rule in run.method.client_rules for slot in rule.slots}
     # A transform may add slots, each smaller than the tensors it describes. The header has one entry per tensor.
     copies, entries = 1 + len(own) + len(run.method.transforms), 1 + len(own) + 4 * len(run.method.transforms)
-    values = sum(model.initial[name].numel() * model.initial[name].element_size() for name in plan.up)
-    headers = sum(len(name.encode()) + MAX_ENTRY_BYTES for name in plan.up)
-    return ExpectedReply(JobId(job.round, job.client, session), copies * values + entries * headers)
+    return ExpectedReply(JobId(job.round, job.client, session), _size(model, plan.up, copies, entries))
+
+
+def largest_job(model: Model) -> Size:
+    """Return how large the tensors of an honest job are at most: all parameters, and slots of the same names."""
+    return _size(model, model.initial, 1 + MAX_SLOTS, 1 + MAX_SLOTS)
+
+
+def _size(model: Model, names: Iterable[str], copies: int, entries: int) -> Size:
+    """Return the size of some copies of these parameters, with that many entries of the header for each."""
+    header = MAX_ENTRY_BYTES + entries * sum(len(name.encode()) + MAX_ENTRY_BYTES for name in names)
+    return Size(header + copies * sum(model.initial[name].nbytes for name in names), header)
 
 
 def check_scores(scores: Mapping[str, float], evaluator: Evaluator) -> None:

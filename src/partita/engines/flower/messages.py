@@ -20,6 +20,9 @@ from partita.storage.safe_text import printable
 FORMAT = "safetensors"
 PARTS = ("test", "validation")
 Part = Literal["test", "validation"]
+JOB = ("round", "client", "session", "seal", "config", "base", "void", "settled", "part")  # entries of a job
+SAME_VERSION = "do both sides run the same partita version?"
+MAX_NUMBERS = 20_000  # of a record; more would take seconds to read
 MAX_TEXT = 500  # maximum length of a text from the other side that is shown or recorded
 
 
@@ -31,6 +34,19 @@ def printable_line(text: object) -> str:
     """Make untrusted text safe for terminals, logs, rows and reports: one short line of printable characters."""
     line = printable(str(text)[: MAX_TEXT + 1])
     return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 4] + " ..."
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the tensors of an honest message are at most. More is refused before anything is decoded.
+
+    Attributes:
+        bytes: All bytes.
+        header: Those that name the tensors; they bound the number of tensors.
+    """
+
+    bytes: int
+    header: int
 
 
 @dataclass(frozen=True)
@@ -108,14 +124,20 @@ def encode_job(
     )
 
 
-def decode_job(content: RecordDict) -> SiteRequest:
+def decode_job(content: RecordDict, most: Size) -> SiteRequest:
     """Decode a job at the site.
 
+    Args:
+        content: The message.
+        most: The largest tensors of an honest job.
+
     Raises:
-        MessageError: If the job cannot be read.
+        MessageError: If the job cannot be read, or it is too large.
     """
     check_records(content, ("job", "signal", "tensors"))
-    job, slots = _record(content, "job", ConfigRecord), _slots(content)
+    job, slots = _record(content, "job", ConfigRecord), _slots(content, most)
+    if (unknown := first_unknown(job, JOB)) is not None:
+        raise MessageError(f"its job has an entry '{printable_line(unknown)}'; {SAME_VERSION}")
     part: Any = _entry(job, "part", str)
     if part not in PARTS:
         raise MessageError(
@@ -167,13 +189,13 @@ def encode_update(update: Update) -> RecordDict:
     )
 
 
-def decode_update(content: RecordDict, job_id: JobId, limit: int) -> Update:
+def decode_update(content: RecordDict, job_id: JobId, most: Size) -> Update:
     """Decode an update at the server.
 
     Args:
         content: The reply.
         job_id: The job that it answers.
-        limit: Maximum bytes of tensors in an honest update.
+        most: The largest tensors of an honest update.
 
     Raises:
         MessageError: If the reply cannot be read, or it is too large.
@@ -181,7 +203,7 @@ def decode_update(content: RecordDict, job_id: JobId, limit: int) -> Update:
     check_records(content, ("job_id", "numbers", "steps", "metrics", "tensors"))
     numbers = _record(content, "numbers", MetricRecord)
     steps: Any = dict(_record(content, "steps", MetricRecord))  # core/update_checks.py checks that they are integers
-    slots = _slots(content, limit)
+    slots = _slots(content, most)
     loss = _entry(numbers, "loss", float) if "loss" in numbers else None
     weight, metrics = _entry(numbers, "weight", float), _numbers(content, "metrics")
     return Update(job_id.client, slots.pop("delta", {}), slots, weight, steps, loss, metrics, round=job_id.round)
@@ -239,7 +261,7 @@ def first_unknown(given: Iterable[str], known: Container[str]) -> str | None:
 def check_records(content: RecordDict, names: tuple[str, ...]) -> None:
     """Raise a MessageError if a message has a record whose name is not in `names`."""
     if (unknown := first_unknown(content, names)) is not None:
-        raise MessageError(f"it has a record '{printable_line(unknown)}'; do both sides run the same partita version?")
+        raise MessageError(f"it has a record '{printable_line(unknown)}'; {SAME_VERSION}")
 
 
 def has_result(reply: object) -> bool:
@@ -254,15 +276,17 @@ def _tensor_record(slots: serialization.Message) -> ArrayRecord:
     return ArrayRecord({"blob": Array("uint8", (len(data),), FORMAT, data)})
 
 
-def _slots(content: RecordDict, limit: int | None = None) -> dict[str, Tensors]:
+def _slots(content: RecordDict, most: Size) -> dict[str, Tensors]:
     record = _record(content, "tensors", ArrayRecord)
     if not record:
         return {}
     if list(record) != ["blob"] or record["blob"].stype != FORMAT:
-        raise MessageError(f"its tensors are not one {FORMAT} blob; do both sides run the same partita version?")
+        raise MessageError(f"its tensors are not one {FORMAT} blob; {SAME_VERSION}")
     data = record["blob"].data
-    if limit is not None and len(data) > limit:
-        raise MessageError(f"it has {len(data):,} bytes of tensors, but the plan sends up at most {limit:,}")
+    if len(data) > most.bytes:
+        raise MessageError(f"it has {len(data):,} bytes of tensors, but the plan sends at most {most.bytes:,}")
+    if (header := serialization.header_bytes(data)) > most.header:
+        raise MessageError(f"it names tensors in {header:,} bytes, but the plan needs at most {most.header:,}")
     try:
         slots = serialization.unpack(data)
         serialization.byte_counts(slots)
@@ -275,12 +299,14 @@ def _slots(content: RecordDict, limit: int | None = None) -> dict[str, Tensors]:
 
 def _numbers(content: RecordDict, name: str) -> dict[str, float]:
     record = _record(content, name, MetricRecord)
+    if len(record) > MAX_NUMBERS:
+        raise MessageError(f"it has {len(record):,} numbers in '{name}'; at most {MAX_NUMBERS:,} are read")
     return {key: _entry(record, key, float) for key in record}
 
 
 def _record(content: RecordDict, name: str, kind: type[Any]) -> Any:
     if not isinstance(content.get(name), kind):
-        raise MessageError(f"it has no {kind.__name__} '{name}'; do both sides run the same partita version?")
+        raise MessageError(f"it has no {kind.__name__} '{name}'; {SAME_VERSION}")
     return content[name]
 
 

@@ -22,6 +22,7 @@ from partita.core.tensors import restrict_slots
 from partita.core.update import Update
 from partita.engines import secure_setup
 from partita.engines.flower import answered_rounds, messages, secure_messages
+from partita.engines.flower.message_checks import largest_job
 from partita.engines.flower.messages import ErrorReply, SiteRequest, printable_line
 from partita.engines.flower.secure_messages import Stage
 from partita.engines.flower.site_files import lock, read_record
@@ -64,7 +65,7 @@ def answer(stage: Stage, site: Site, content: RecordDict, accept: Accept, train:
             site.client, "was asked to aggregate securely, but its experiment has no [secure_aggregation]"
         )
     order, data, clients = secure_messages.decode_request(content)
-    request = messages.decode_job(order)
+    request = messages.decode_job(order, largest_job(site.model))
     if stage == "advertise":
         accept(order)
         return _begin(site, request, clients)

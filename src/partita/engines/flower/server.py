@@ -163,7 +163,7 @@ class FlowerEngine:
             content = self.content_of(expected, reply)
             if isinstance(content, ClientFailure):
                 return content
-            update = messages.decode_update(content, expected.job_id, expected.limit)
+            update = messages.decode_update(content, expected.job_id, expected.most)
         except MessageError as error:
             return self.unusable(expected, error)
         # A site keeps its new state even if its update is refused later, as in the simulation.

@@ -15,14 +15,17 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import NoReturn
 
 import httpx
 from flwr.app import Context, Message
 from flwr.common.constant import SubStatus
-from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
+from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullAppMessagesRequest, PullAppMessagesResponse
 from flwr.supercore.constant import TaskType
 from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
@@ -36,6 +39,32 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, 
 POLL = 0.5  # seconds between two questions for a task; the SuperNode itself asks its server every three
 ANSWERED = TaskType.CLIENT_APP  # the only type of task that is answered; the server chooses the type
 _ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
+MAX_OBJECTS = 20_000  # of a message: its records, and the pieces of its tensors, which Flower cuts into megabytes
+PIECES = b"ArrayChunk"  # how such a piece begins
+MAX_RECORD_BYTES = 2**20  # of a record of numbers or texts; each entry takes far longer to read than its bytes
+
+
+class TooLarge(ValueError):
+    """A message that no honest server sends. It is refused before it is decoded."""
+
+
+class BoundedClient(RuntimeHttpClient):
+    """Pulls messages with a bounded number of objects, and records of a bounded size."""
+
+    def PullMessages(self, request: PullAppMessagesRequest) -> PullAppMessagesResponse:  # noqa: N802
+        found = super().PullMessages(request)
+        for tree in found.message_object_trees:
+            objects = sum(1 for _ in islice(iterate_object_tree(tree), MAX_OBJECTS + 1))
+            if objects > MAX_OBJECTS:
+                raise TooLarge(f"a message has more than {MAX_OBJECTS:,} parts; it is not answered")
+        return found
+
+    def PullObject(self, request: PullObjectRequest) -> PullObjectResponse:  # noqa: N802
+        found = super().PullObject(request)
+        content = found.object_content
+        if len(content) > MAX_RECORD_BYTES and not content.startswith(PIECES):
+            raise TooLarge(f"a record of a message has {len(content):,} bytes; at most {MAX_RECORD_BYTES:,} are read")
+        return found
 
 
 @dataclass(frozen=True)
@@ -87,7 +116,7 @@ def serve_tasks(address: str, secret: bytes, answer: Answer, running: Callable[[
 
 
 def _client(address: str, *own: ProtobufClientInterceptor, retry: bool = False) -> RuntimeHttpClient:
-    return RuntimeHttpClient.from_server_address(
+    return BoundedClient.from_server_address(
         server_address=address,
         insecure=True,  # the SuperNode listens on the loopback interface only
         root_certificates=None,
