@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tomli_w
@@ -20,11 +19,12 @@ from partita.experiment.compare import expand
 from partita.experiment.config import load, parse
 from partita.experiment.runner import start
 
-MANY = 400  # from this many examples on, draws are random
 LIMIT = 2**28  # bytes of memory that an experiment may use here
 # A class of a tiny data set can have fewer examples than data.shots.
 pytestmark = pytest.mark.filterwarnings("ignore:.* have fewer than data.shots = ")
-FUZZ = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], print_blob=True)
+FUZZ = settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], derandomize=True, print_blob=True
+)
 
 
 @pytest.fixture
@@ -40,15 +40,10 @@ def assert_resolves_to_itself(raw: Raw) -> None:
     assert parse(tomllib.loads(config.to_toml())) == config, "a resolved config resolves to itself"
 
 
-def slow_case(count: int) -> Any:
-    return pytest.param(count, marks=pytest.mark.slow)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [300, slow_case(5000)])
-def test_any_config_is_accepted_or_refused_in_one_line(count: int) -> None:
+def test_any_config_is_accepted_or_refused_in_one_line() -> None:
     @given(configs())
-    @settings(FUZZ, max_examples=count, derandomize=count < MANY)
+    @settings(FUZZ, max_examples=1500)
     def check(raw: Raw) -> None:
         refusal(lambda: assert_resolves_to_itself(raw))
 
@@ -56,10 +51,9 @@ def test_any_config_is_accepted_or_refused_in_one_line(count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [60, slow_case(1500)])
-def test_any_experiment_is_built_or_refused_in_one_line(count: int, small_machine: None) -> None:
+def test_any_experiment_is_built_or_refused_in_one_line(small_machine: None) -> None:
     @given(experiments())
-    @settings(FUZZ, max_examples=count, derandomize=count < MANY)
+    @settings(FUZZ, max_examples=400)
     def check(raw: Raw) -> None:
         refusal(lambda: builder.build(parse(raw)))
 
@@ -67,12 +61,11 @@ def test_any_experiment_is_built_or_refused_in_one_line(count: int, small_machin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [10, slow_case(400)])
 def test_any_tiny_run_finishes_or_is_refused_in_one_line(
-    count: int, small_machine: None, tmp_path_factory: pytest.TempPathFactory
+    small_machine: None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     @given(experiments(small=True))
-    @settings(FUZZ, max_examples=count, derandomize=count < MANY)
+    @settings(FUZZ, max_examples=100)
     def check(raw: Raw) -> None:
         refusal(lambda: list(start(parse(raw), tmp_path_factory.mktemp("run"))))
 
@@ -104,8 +97,7 @@ def texts() -> st.SearchStrategy[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [200, slow_case(3000)])
-def test_any_override_is_accepted_or_refused_in_one_line(count: int, tmp_path: Path) -> None:
+def test_any_override_is_accepted_or_refused_in_one_line(tmp_path: Path) -> None:
     """The values of --set."""
     file = tmp_path / "config.toml"
     file.write_text(tomli_w.dumps(TINY))
@@ -120,7 +112,7 @@ def test_any_override_is_accepted_or_refused_in_one_line(count: int, tmp_path: P
             max_size=3,
         )
     )
-    @settings(FUZZ, max_examples=count, derandomize=count < MANY)
+    @settings(FUZZ, max_examples=1000)
     def check(changes: list[str]) -> None:
         refusal(lambda: load(file, changes))
 
@@ -128,8 +120,7 @@ def test_any_override_is_accepted_or_refused_in_one_line(count: int, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [150, slow_case(2000)])
-def test_any_method_list_is_expanded_or_refused_in_one_line(count: int, tmp_path: Path) -> None:
+def test_any_method_list_is_expanded_or_refused_in_one_line(tmp_path: Path) -> None:
     """The values of --methods."""
     file = tmp_path / "config.toml"
     file.write_text(tomli_w.dumps(TINY))
@@ -138,7 +129,7 @@ def test_any_method_list_is_expanded_or_refused_in_one_line(count: int, tmp_path
     )
 
     @given(st.lists(specs | texts(), max_size=3).map(",".join), st.sampled_from([1, 2, 0, -1, 10**12]))
-    @settings(FUZZ, max_examples=count, derandomize=count < MANY)
+    @settings(FUZZ, max_examples=600)
     def check(methods: str, seeds: int) -> None:
         refusal(lambda: expand(file, (), methods, seeds, tmp_path / "out"))
 

@@ -71,6 +71,7 @@ def test_label_in_a_config_stays() -> None:
     "methods",
     [
         "fedavg,fedavg",
+        "fedavg,fedavg,\n",
         "fedavg,fedavg()",
         "fedprox(mu=0.1),fedprox(mu=1e-1)",
         "fedprox(mu=1),fedprox(mu=1.0)",
@@ -80,7 +81,7 @@ def test_label_in_a_config_stays() -> None:
     ],
 )
 def test_comparison_refuses_one_run_twice(methods: str, config: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="would share the folder"):
+    with pytest.raises(ConfigError, match=r"\Atwo of --methods '.*' would share the folder .*\Z"):  # on one line
         expand(config, [], methods, 2, tmp_path)
 
 

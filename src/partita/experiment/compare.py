@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from partita.core.options import format_value
 from partita.experiment import run_folder
 from partita.experiment.config import Config, ConfigError, load, settings_by_key
 from partita.experiment.process_pool import run_in_processes
@@ -63,7 +64,9 @@ def expand(
             folder = out / label_folder(settings.label) / f"seed-{seed}"
             planned.append((folder, replace(settings, seed=seed)))
     if shared := [folder for folder, times in Counter(folder for folder, _ in planned).items() if times > 1]:
-        raise ConfigError(f"two of --methods '{methods}' would share the folder {shared[0]}; remove one of them")
+        raise ConfigError(
+            f"two of --methods {format_value(methods)} would share the folder {shared[0]}; remove one of them"
+        )
     for folder, settings in planned:
         if overwrite:
             run_folder.refuse_others(folder)
