@@ -63,18 +63,25 @@ def _same(job: Job, other: Job) -> bool:
 
 
 class HostileEngine:
-    """An engine with one hostile client in one round. The client's state stays as if it had been absent."""
+    """An engine with one hostile client in one round, which replies at a place among the others.
 
-    def __init__(self, engine: SimulationEngine, case: Case, replies: Replies) -> None:
-        self.engine, self.case, self.replies = engine, case, replies
+    The client's state stays as if it had been absent.
+    """
+
+    def __init__(self, engine: SimulationEngine, case: Case, replies: Replies, place: int = 1) -> None:
+        self.engine, self.case, self.replies, self.place = engine, case, replies, place
         self.possible = True
 
     def clients(self) -> Sequence[str]:
         return self.engine.clients()
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Any]:
-        for job in jobs:
-            if (job.client, job.round) != (HOSTILE_CLIENT, HOSTILE_ROUND):
+        asked = list(jobs)
+        if hostile := [job for job in asked if (job.client, job.round) == (HOSTILE_CLIENT, HOSTILE_ROUND)]:
+            asked.remove(hostile[0])
+            asked.insert(self.place, hostile[0])
+        for job in asked:
+            if job not in hostile:
                 yield self.replies.reply(self.engine, job)
                 continue
             store = MemoryStore()

@@ -84,9 +84,9 @@ class FederationAfterOneRound:
         store.held = dict(self.states)
         return SimulationEngine(self.run, self.model, THREE_CLIENTS, store=store, availability=availability)
 
-    def play(self, case: Case, **settings: object) -> list[RoundResult] | None:
+    def play(self, case: Case, place: int = 1, **settings: object) -> list[RoundResult] | None:
         """Play the remaining rounds; None if the case does not apply, such as a slot case without slots."""
-        engine = HostileEngine(self.engine(), case, self.replies)
+        engine = HostileEngine(self.engine(), case, self.replies, place)
         try:
             played = list(rounds(replace(self.run, **settings), self.model, engine, self.server, HOSTILE_ROUND))  # type: ignore[arg-type]
         except Exception:
@@ -124,10 +124,10 @@ def is_neutralized(name: str, case: Case) -> bool:
     return ("quantize" in name or "prune" in name) and ("as int8" in case.name or "slots" in case.name)
 
 
-def outcome_of(name: str, case: Case) -> str | None:
+def outcome_of(name: str, case: Case, place: int = 1) -> str | None:
     """'refused' or 'accepted'; None if the case does not apply."""
     at = federation_after_one_round(name)
-    played = at.play(case)
+    played = at.play(case, place)
     if played is None:
         return None
     assert [each.number for each in played] == [HOSTILE_ROUND, HOSTILE_ROUND + 1]
@@ -137,13 +137,14 @@ def outcome_of(name: str, case: Case) -> str | None:
         assert not case.refused or is_neutralized(name, case), "it was accepted"
         return "accepted"
     assert case.refused is not False, played[0].lost
-    if case.name != "client is the next":  # b replies in the name of c, whose own reply then comes second
+    # b replies in the name of c, or of a if it comes first, whose own reply then comes second.
+    if case.name not in ("client is the next", *["client is the last"][place:]):
         assert tensors.equal(final_params(played), at.without), "a refused reply left a trace"
     if case.name == "no reply":  # no client to blame
-        assert tensors.equal(final_params(at.play(case, skip_failed_clients=False) or []), at.without)
+        assert tensors.equal(final_params(at.play(case, place, skip_failed_clients=False) or []), at.without)
         return "refused"
     with pytest.raises(ClientError) as caught:
-        at.play(case, skip_failed_clients=False)
+        at.play(case, place, skip_failed_clients=False)
     assert caught.value.client in (HOSTILE_CLIENT, "a", "c", "mallory", "5", "")
     return "refused"
 
@@ -175,6 +176,23 @@ def test_no_hostile_reply_stops_any_kind_of_method(name: str) -> None:
     found = Counter(outcome_of(name, case) for case in CASES)
     assert found["refused"] > 100
     assert found["accepted"] >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 2], ids=["first", "last"])
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "client-level", "client-level, narrowed"])
+def test_place_of_the_hostile_reply_does_not_matter(name: str, place: int) -> None:
+    found = Counter(outcome_of(name, case, place) for case in CASES)
+    assert found["refused"] > 100
+
+
+def test_first_reply_does_not_decide_which_names_others_may_send() -> None:
+    """The hostile client answers first, and leaves out a name."""
+    case = next(case for case in CASES if case.name == "a name missing")
+    played = federation_after_one_round("client-level, narrowed").play(case, place=0)
+    assert played is not None
+    assert [lost.client for lost in played[0].lost] == [HOSTILE_CLIENT]
+    assert "under client-level privacy all clients of a round must send the same names" in played[0].lost[0].reason
 
 
 # ---- norms

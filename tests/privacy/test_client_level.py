@@ -171,6 +171,7 @@ def test_start_from_data_is_allowed_under_client_level_privacy() -> None:
         (build("fedfrozen", {"warmup": "auto"}), "AutoWarmup computes its own mean"),
         (build("centralized"), "has one client"),
         (Method("looking", client_rules=(DataDependentRule(),)), "with DataDependentRule each client chooses"),
+        (build("safl", {"select": "random", "every": 3}), "with TopLayers each client remembers .* method.every = 1"),
         (Method("doubling", transforms=(DoubleAggregate(),)), "DoubleAggregate changes the sum"),
     ],
     ids=lambda value: value.name if isinstance(value, Method) else "",

@@ -22,7 +22,7 @@ from partita.core.batch_schedule import (
     shuffled_batches,
 )
 from partita.core.client_rule import ClientRule, Context, ForbiddenData, overrides
-from partita.core.data import Examples
+from partita.core.data import Batch, Examples
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.group_units import group_units
 from partita.core.method_error import MethodError
@@ -160,6 +160,19 @@ def client_model(run: Run, model: Model, job: Job) -> Model:
     """Return the model as this client runs it (`Method.shape`)."""
     shape = run.method.shape
     return shape(model, round_info_of(run, job)) if shape else model
+
+
+class OneExample:
+    """A single example whose contents are never used."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def take(self, indices: torch.Tensor) -> Batch:
+        return Batch({}, indices)
+
+    def lengths(self, indices: torch.Tensor) -> torch.Tensor:
+        return indices + 1
 
 
 def begin_round(

@@ -18,7 +18,7 @@ import torch
 
 from partita.core import serialization, tensors
 from partita.core.batch_schedule import count_steps
-from partita.core.client import Job, client_model, round_info_of
+from partita.core.client import ClientState, Job, OneExample, begin_round, client_model, round_info_of
 from partita.core.client_rule import Context, overrides
 from partita.core.model import Model, layer_tags
 from partita.core.packed import PackedLayout, PackedTensors, shapes
@@ -115,7 +115,7 @@ class UpdateValidator:
         # Layouts that already passed, with the steps that they passed with.
         self.fits: dict[tuple[PackedLayout, Names, torch.dtype, torch.device], Mapping[str, int]] = {}
         self.honest: dict[tuple[Plan, Names], Mapping[str, Names] | None] = {}
-        self.first: Names | None = None  # the names of the round's first update
+        self.same: dict[Plan, Names] = {}  # under client-level privacy, the names that all clients send
 
     def check(self, update: Update, plan: Plan) -> CheckedUpdate:
         """Decode an update with the method's transforms and check it.
@@ -138,7 +138,8 @@ class UpdateValidator:
             raise InvalidUpdate(f"sent the slot {shorten(slot)}, which {self.run.method.name} does not have")
         for part in (update.delta, *update.slots.values()):
             self._check_fit(part, plan, update)
-        self._check_names(frozenset(update.delta), plan)
+        if self.limits.hides:
+            self._check_names(frozenset(update.delta), plan, update.client)
         return self._measured(update)
 
     def _check_numbers(self, update: Update, plan: Plan) -> None:
@@ -255,12 +256,17 @@ class UpdateValidator:
     def _refuse_name(self, name: object) -> None:
         raise InvalidUpdate(f"sent {shorten(name)}, which its plan does not send up in round {self.number}")
 
-    def _check_names(self, names: Names, plan: Plan) -> None:
-        """Under client-level privacy all clients send the same names: differing names would reveal who took part."""
-        if not self.limits.hides:
-            return
-        self.first = self.first if self.first is not None else names
-        if names != (expected := self.first if self.limits.narrows else plan.up):
+    def _check_names(self, names: Names, plan: Plan, client: str) -> None:
+        """Under client-level privacy all clients send the same names: differing names would reveal who took part.
+
+        They follow from the job and from rules that read no examples, so no reply decides what the others may send.
+        """
+        if plan not in self.same:
+            begun = begin_round(
+                self.run, self.limits.model, self.ask(client), ClientState(), OneExample(), trains=False
+            )
+            self.same[plan] = begun.plan.up
+        if names != (expected := self.same[plan]):
             raise InvalidUpdate(
                 f"sent {_count(names)}, not the {_count(expected)} of the round; under client-level privacy all "
                 "clients of a round must send the same names"

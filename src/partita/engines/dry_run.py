@@ -6,12 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
-import torch
-
 from partita.core import tensors
-from partita.core.client import ClientState, Job, LocalResult, begin_round, finish_round
+from partita.core.client import ClientState, Job, LocalResult, OneExample, begin_round, finish_round
 from partita.core.client_rule import overrides
-from partita.core.data import Batch, EvaluateOn
+from partita.core.data import EvaluateOn
 from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.rounds import ClientFailure, initial_server, rounds
@@ -19,19 +17,6 @@ from partita.core.server_rule import Server
 from partita.core.settings import Run
 from partita.core.update import DeltaFacts, Update
 from partita.engines.availability import Availability
-
-
-class _OneExample:
-    """A single example whose contents are never used."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def take(self, indices: torch.Tensor) -> Batch:
-        return Batch({}, indices)
-
-    def lengths(self, indices: torch.Tensor) -> torch.Tensor:
-        return indices + 1
 
 
 class DryRunEngine:
@@ -68,7 +53,7 @@ class DryRunEngine:
 
 def null_update(run: Run, model: Model, job: Job) -> Update:
     """Return the update of a client whose training changed nothing. Names and shapes are those of a real update."""
-    client_round = begin_round(run, model, job, ClientState(), _OneExample(), trains=False)
+    client_round = begin_round(run, model, job, ClientState(), OneExample(), trains=False)
     unchanged = tensors.select(client_round.ctx.anchor, client_round.plan.train)
     delta = tensors.zeros_like(tensors.select(unchanged, client_round.plan.up))
     result = LocalResult(unchanged, dict.fromkeys(unchanged, 1), [0.0], {}, DeltaFacts(delta, finite=True))

@@ -141,6 +141,11 @@ def protect_clients(method: Method, clip: float, noise: float, cohort: int) -> M
             f"{method.name}: with {data_rules[0]} each client chooses by its data what it sends, so the names alone "
             "reveal information; leave it out under client-level privacy"
         )
+    if remembering := [type(rule).__name__ for rule in method.client_rules if rule.slots and overrides(rule, "narrow")]:
+        raise MethodError(
+            f"{method.name}: with {remembering[0]} each client remembers what it chose to send, which the server "
+            "cannot check; under client-level privacy set method.every = 1, or leave it out"
+        )
     if sum_transforms := [
         type(transform).__name__
         for transform in method.transforms
