@@ -274,6 +274,7 @@ def test_private_trials_are_added_up_and_the_page_warns(config: Path, tmp_path: 
     [trials] = tune_here(plan(config, tmp_path / "out", options, changes), tmp_path / "out").values()
     rows = [row for _, row in rows_of(tmp_path / "out" / "trials")]
     assert [trial.epsilon for trial in trials] == [row["privacy"]["epsilon"] for row in rows]
+    assert len({path.read_bytes() for path in (tmp_path / "out").rglob("private/secret")}) == len(trials) == 2
     assert all(row["validation"]["accuracy"] >= 0 and row["train_loss"] is None for row in rows)
     told = "\n".join(notes(load_tuning(tmp_path / "out")))
     total = sum(trial.epsilon or 0 for trial in trials)

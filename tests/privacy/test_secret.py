@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tomli_w
 import torch
 from helpers import max_difference
 
@@ -18,6 +19,7 @@ from partita.core.dp_settings import PrivacyError
 from partita.core.rng import Key
 from partita.core.settings import RunError
 from partita.experiment.builder import build
+from partita.experiment.compare import compare_all, expand
 from partita.experiment.config import parse
 from partita.experiment.recorded_model import load_recorded_model
 from partita.experiment.runner import resume, start
@@ -281,14 +283,28 @@ def test_two_runs_on_data_that_differ_in_a_record_share_no_noise(unit: str, file
     (tmp_path / "secret").write_bytes(bytes(range(32)))
     (tmp_path / "secret").chmod(0o600)
     ends = []
-    for name, changed in (("a", None), ("b", 3.0), ("c", None)):
+    for name, changed in (("a", None), ("b", 3.0), ("other threads", None), ("again", None)):
         config = records(tmp_path / "data", changed) | {"privacy": {"noise": 1.0, "unit": unit}, "rounds": 1}
         if file:
-            config["engine"] = {"secret_file": str(tmp_path / "secret")}
+            config["engine"] = {"secret_file": str(tmp_path / "secret"), "threads": 1 + (name == "other threads")}
         digest_of_run(config, tmp_path / name)
         ends.append(load_recorded_model(tmp_path / name).params())
-    changed, again = (max_difference(ends[0], other) for other in ends[1:])
-    assert changed > 0.3 * again > 0.01, "as far apart as two runs on the same data"
+    changed, threads, again = (max_difference(ends[0], other) for other in ends[1:])
+    assert min(changed, threads) > 0.3 * again > 0.01, "as far apart as two runs on the same data"
+
+
+@pytest.mark.slow
+def test_each_run_of_a_comparison_has_a_secret_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    (tmp_path / "secret").chmod(0o600)
+    engine = {"secret_file": str(tmp_path / "secret"), "threads": 1}
+    (tmp_path / "c.toml").write_text(tomli_w.dumps({**CONFIG, "rounds": 1, "engine": engine}))
+    for again in ("first", "second"):  # the same runs in another folder
+        runs = expand(tmp_path / "c.toml", [], "fedavg", 1, tmp_path / again)
+        for _ in compare_all(runs, 1):
+            pass
+    found = [path.read_bytes() for path in tmp_path.glob("*/**/private/secret")]
+    assert len({*found}) == len(found) == 2
 
 
 def test_resume_refuses_changed_training_data(tmp_path: Path) -> None:
