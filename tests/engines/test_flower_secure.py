@@ -35,10 +35,20 @@ from partita.experiment import flower_app, runner
 from partita.experiment.config import load
 from partita.methods import build
 from partita.secure_aggregation.eligibility import check_eligible, fixed_point_of
+from partita.secure_aggregation.encoding import read_message
 from partita.secure_aggregation.key_agreement import new_secret, public_key
-from partita.secure_aggregation.messages import Stayed, read_roster, write_roster
+from partita.secure_aggregation.messages import (
+    Stayed,
+    UnmaskedShares,
+    read_roster,
+    read_sealed,
+    write_roster,
+    write_sealed,
+    write_signatures,
+)
 
 FOUR = Clients(c0=3, c1=7, c2=9, c3=4)
+FIVE = Clients(c0=3, c1=7, c2=9, c3=4, c4=5)
 SETTINGS = SecureAggregation(threshold=0.5)  # three of four clients
 BYTES, MESSAGE = secure_messages.BYTES, secure_messages.MESSAGE
 Change = Callable[[Message, Reply], Message | None]  # (request, honest site) -> reply
@@ -65,9 +75,9 @@ def with_data(message: Message, data: bytes) -> Message:
     return through_bytes(Message(content, message.metadata.dst_node_id, message.metadata.message_type))
 
 
-def change_site(grid: FakeGrid, client: str, change: Change) -> None:
+def change_site(grid: FakeGrid, client: str, change: Change, population: Clients = FOUR) -> None:
     """Node 10 is the last client; `make_grid` numbers them in reverse."""
-    node = 10 + list(reversed(FOUR.clients)).index(client)
+    node = 10 + list(reversed(population.clients)).index(client)
     honest = grid.nodes[node]
     grid.nodes[node] = lambda message: change(message, honest)
 
@@ -417,6 +427,57 @@ def test_server_in_the_middle_is_refused_if_sites_sign_their_keys(tmp_path: Path
     with pytest.raises(RunError, match="c3: a share cannot be decrypted"):
         play(unsigned, grid)
     assert not any("refusal" in reply.content for reply in seen if stage_of(reply) == "share_keys"), "c0 believed it"
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("signed", [True, False])
+def test_server_that_tells_each_site_another_list_opens_no_update_if_sites_sign(signed: bool, tmp_path: Path) -> None:
+    """It cuts c0 off: its masks are those with c1 and c2, and the others hear that these dropped out."""
+    settings = SecureAggregation(threshold=0.6, collusion=0.0)  # three of five
+    if signed:
+        settings = replace(settings, signers=write_ssh_keys(tmp_path, FIVE.clients, "ed25519"))
+    told = {"c0": "012", "c1": "013", "c2": "023", "c3": "034", "c4": "034"}  # whose vectors arrived
+    released: dict[str, UnmaskedShares] = {}
+    refused: dict[str, str] = {}
+
+    def lie(client: str) -> Change:
+        def change(message: Message, honest: Reply) -> Message | None:
+            if not (stage := stage_of(message)):
+                return honest(message)
+            data = data_of(message.content)
+            if stage == "mask" and client == "c0":
+                data = write_sealed({peer: text for peer, text in read_sealed(data).items() if peer in ("c1", "c2")})
+            elif stage == "confirm":
+                shared = frozenset(("c0", "c1", "c2") if client == "c0" else FIVE.clients)
+                data = Stayed(shared, frozenset(f"c{place}" for place in told[client])).to_bytes(FIVE.clients)
+            elif stage == "unmask":
+                data = write_signatures(dict(zip(FIVE.clients, read_message("V", data), strict=True)), told_to(client))
+            reply = honest(with_data(message, data))
+            assert reply
+            if stage == "unmask" and "refusal" in reply.content:
+                refused[client] = reason(reply.content)
+            elif stage == "unmask":
+                released[client] = UnmaskedShares.from_bytes(data_of(reply.content))
+            return Message(reply.content, reply_to=message)
+
+        return change
+
+    def told_to(client: str) -> list[str]:
+        return [f"c{place}" for place in told[client]]
+
+    run, model = secure_run(count=1, secure_aggregation=settings), toy_model()
+    grid = make_grid(run, model, FIVE, tmp_path / "sites", keys=tmp_path if signed else None)
+    for client in FIVE.clients:
+        change_site(grid, client, lie(client), FIVE)
+    [result] = rounds(run, model, flower_engine(run, model, grid, FIVE.clients, deadline=0.3))
+    assert result.skipped
+    if signed:
+        assert not released
+        assert set(refused) == set(FIVE.clients)
+        assert all("confirmed who is in the sum" in why for why in refused.values())
+    else:
+        assert sum("c0" in each.seeds for each in released.values()) >= 3, "the mask of c0 alone"
+        assert all(sum(peer in each.keys for each in released.values()) >= 3 for peer in ("c1", "c2")), "and with both"
 
 
 def test_site_without_its_listed_key_says_so(tmp_path: Path) -> None:

@@ -135,3 +135,4 @@ def test_preview_counts_the_bytes_of_a_round_and_says_that_it_is_secure() -> Non
     assert 3 * shown.bytes_up == sum(last.traffic.up.values())
     assert 3 * shown.bytes_down == sum(last.traffic.down.values())
     assert "Secure aggregation: the update is one vector of 64-bit numbers" in shown.to_text()
+    assert "sums of at least 3 updates, with up to 2 of 3 clients on its side if it follows" in shown.to_text()

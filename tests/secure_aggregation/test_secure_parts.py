@@ -24,6 +24,7 @@ from partita.secure_aggregation.neighbors import (
     check_size,
     colluding_clients,
     count_neighbors,
+    describe,
     neighborhoods,
     threshold_of,
     withstood,
@@ -200,6 +201,11 @@ def test_number_of_colluding_clients_that_a_round_withstands() -> None:
     found = [withstood(signed, clients) for clients in (3, 10, 50)]
     assert found == [Withstood(2, 2), Withstood(6, 3), Withstood(32, 15)]
     assert withstood(SecureAggregation(), 10) == Withstood(6, None)
+    assert describe(signed, 10).endswith(
+        "6 of 10 clients on its side if it follows the protocol, and with up to 3 of 10 if it does not"
+    )
+    assert "not protected if it does not, because clients do not sign" in describe(SecureAggregation(), 10)
+    assert "any group of 841" in describe(signed, 1000)
     for clients in (3, 6, 10, 100, 1000):
         most = withstood(signed, clients).lying
         assert most is not None

@@ -21,7 +21,7 @@ from partita.secure_aggregation.costs import client_costs
 from partita.secure_aggregation.eligibility import check_plans, counts_alike, fixed_point_of
 from partita.secure_aggregation.encoding import ProtocolError
 from partita.secure_aggregation.fixed_point import cast_like, layout_of
-from partita.secure_aggregation.neighbors import count_neighbors, group_threshold, threshold_of
+from partita.secure_aggregation.neighbors import count_neighbors, describe, group_threshold, threshold_of
 from partita.secure_aggregation.round_setup import RoundSetup
 from partita.secure_aggregation.server import SecureServer
 
@@ -46,6 +46,12 @@ def round_setup(run: Run, model: Model, job: Job, clients: int, session: bytes) 
     layout = layout_of(sent.delta, sent.slots, sent.loss is not None)
     round_id = session + f"/round {job.round}".encode()
     return RoundSetup(run.secure_aggregation, round_id, layout, fixed_point_of(run, clients))
+
+
+def protection(run: Run, clients: int) -> str:
+    """Say with how many of its clients a server opens no smaller sum of a round; see `describe`."""
+    assert run.secure_aggregation is not None
+    return describe(run.secure_aggregation, clients)
 
 
 def check_cohort(run: Run, model: Model, jobs: Sequence[Job]) -> None:

@@ -72,6 +72,16 @@ def withstood(settings: SecureAggregation, clients: int) -> Withstood:
     return Withstood(group - 1, found - 1)
 
 
+def describe(settings: SecureAggregation, clients: int) -> str:
+    """Say with how many clients on its side a server opens no smaller sum, for people who decide about a run."""
+    found, neighbors = withstood(settings, clients), count_neighbors(settings, clients)
+    group = clients if neighbors >= clients - 1 else f"any group of {neighbors + 1}"
+    obeying = f"with up to {found.obeying} of {group} clients on its side if it follows the protocol"
+    if found.lying is None:
+        return f"{obeying}; not protected if it does not, because clients do not sign (secure_aggregation.signers)"
+    return f"{obeying}, and with up to {found.lying} of {clients} if it does not"
+
+
 @lru_cache(maxsize=64)
 def _fewest(settings: SecureAggregation, clients: int) -> int:
     everyone, colluding = max(0, clients - 1), colluding_clients(settings, clients)
