@@ -57,7 +57,7 @@ class SecureClient:
     - its own keys are in the roster unchanged, all keys are distinct, and with `verify` all are signed;
     - it masks its vector once, and only if enough of its group are there;
     - it confirms one list of those that stayed, which agrees with what it saw, and only if the vectors of enough of its
-      group and of the round arrived;
+      group arrived;
     - it unmasks once, for this list, with `verify` only if enough others confirmed the same one, and for each peer it
       gives either the share of the seed or that of the private mask key, never both.
 
@@ -182,11 +182,6 @@ class SecureClient:
                 f"keys, but its inbox told {self.name} otherwise; it does not unmask"
             )
         self._need_enough(groups, len(stayed.masked & group), "sent their vector")
-        if len(stayed.masked) < groups.needed:
-            raise TooFewClients(
-                f"{len(stayed.masked)} of {len(groups.roster)} clients sent their vector, and the threshold is "
-                f"{groups.needed}; {self.name} does not go on"
-            )
         signature = sign(stayed.signed_part(self.setup.context, self._roster)) if sign else b""
         self._lists = lists
         self._advance(MASKED)
