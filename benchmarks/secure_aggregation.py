@@ -71,7 +71,7 @@ def update_of(client: int, numbers: int) -> Update:
 
 def measure(clients: int, numbers: int, dropped: int, bits: int) -> dict[str, Any]:
     """One round."""
-    settings = SecureAggregation(bits=bits, min_clients=2)  # type: ignore[arg-type]
+    settings = SecureAggregation(bits=bits, min_clients=2, collusion=0.0)  # type: ignore[arg-type]
     layout = layout_of({"w": torch.empty(numbers)}, {}, with_loss=True)
     max_weight = 10_000.0 if bits == 32 else 10_000_000.0
     settings = replace(settings, max_value=1.0) if bits == 32 else settings
@@ -95,7 +95,11 @@ def measure(clients: int, numbers: int, dropped: int, bits: int) -> dict[str, An
         seconds["server"] += time.process_time() - clock
     for name in survivors:
         clock = time.process_time()
-        shares = parties[name].unmask(server.request(name))
+        server.add_confirmed(name, parties[name].confirm(server.lists()))
+        seconds["client"] += time.process_time() - clock
+    for name in survivors:
+        clock = time.process_time()
+        shares = parties[name].unmask(server.signatures())
         seconds["client"], clock = seconds["client"] + time.process_time() - clock, time.process_time()
         server.add_unmasked(name, shares)
         seconds["server"] += time.process_time() - clock

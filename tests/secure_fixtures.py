@@ -70,12 +70,22 @@ def mask_stage(
 def run_protocol(
     setup: RoundSetup, vectors: Mapping[str, Tensor], dropped: Collection[str] = (), silent: Collection[str] = ()
 ) -> SecureServer:
-    """All four stages. `dropped` clients leave before the masked input, `silent` ones before they unmask."""
+    """All five stages. `dropped` clients leave before the masked input, `silent` ones before they unmask."""
     server, clients, _ = mask_stage(setup, vectors, dropped)
+    confirm_stage(server, clients)
+    unmask_stage(server, clients, silent)
+    return server
+
+
+def confirm_stage(server: SecureServer, clients: Mapping[str, SecureClient]) -> None:
+    for name in server.survivors:
+        server.add_confirmed(name, clients[name].confirm(server.lists()))
+
+
+def unmask_stage(server: SecureServer, clients: Mapping[str, SecureClient], silent: Collection[str] = ()) -> None:
     for name in server.survivors:
         if name not in silent:
-            server.add_unmasked(name, clients[name].unmask(server.request(name)))
-    return server
+            server.add_unmasked(name, clients[name].unmask(server.signatures()))
 
 
 def write_ssh_keys(folder: Path, clients: Iterable[str], kind: str) -> dict[str, str]:

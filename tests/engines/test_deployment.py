@@ -180,7 +180,7 @@ def test_masks_of_a_site_killed_before_it_sent_its_update_are_recovered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
-    secure = {"[engine]": "[secure_aggregation]\nthreshold = 0.5\nmin_clients = 2\n[engine]"}
+    secure = {"[engine]": "[secure_aggregation]\nthreshold = 0.5\nmin_clients = 2\ncollusion = 0.0\n[engine]"}
     app = write_app(tmp_path, client=HANGING_SECURE_SITE, tables=secure)
     with deploy_locally(["c0", "c1", "c2"], tmp_path / "logs", ["partita.experiment.flower_app"]) as federation:
         settings = f'deadline={LONG} patience=1.0 folder="{tmp_path / "run"}"'

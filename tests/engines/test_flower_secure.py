@@ -34,13 +34,21 @@ from partita.engines.simulation import SimulationEngine
 from partita.experiment import flower_app, runner
 from partita.experiment.config import load
 from partita.methods import build
-from partita.secure_aggregation import groups
 from partita.secure_aggregation.eligibility import check_eligible, fixed_point_of
+from partita.secure_aggregation.encoding import read_message
 from partita.secure_aggregation.key_agreement import new_secret, public_key
-from partita.secure_aggregation.messages import UnmaskRequest, read_roster, write_roster
-from partita.secure_aggregation.neighbors import neighborhoods
+from partita.secure_aggregation.messages import (
+    Stayed,
+    UnmaskedShares,
+    read_roster,
+    read_sealed,
+    write_roster,
+    write_sealed,
+    write_signatures,
+)
 
 FOUR = Clients(c0=3, c1=7, c2=9, c3=4)
+FIVE = Clients(c0=3, c1=7, c2=9, c3=4, c4=5)
 SETTINGS = SecureAggregation(threshold=0.5)  # three of four clients
 BYTES, MESSAGE = secure_messages.BYTES, secure_messages.MESSAGE
 Change = Callable[[Message, Reply], Message | None]  # (request, honest site) -> reply
@@ -67,9 +75,9 @@ def with_data(message: Message, data: bytes) -> Message:
     return through_bytes(Message(content, message.metadata.dst_node_id, message.metadata.message_type))
 
 
-def change_site(grid: FakeGrid, client: str, change: Change) -> None:
+def change_site(grid: FakeGrid, client: str, change: Change, population: Clients = FOUR) -> None:
     """Node 10 is the last client; `make_grid` numbers them in reverse."""
-    node = 10 + list(reversed(FOUR.clients)).index(client)
+    node = 10 + list(reversed(population.clients)).index(client)
     honest = grid.nodes[node]
     grid.nodes[node] = lambda message: change(message, honest)
 
@@ -150,7 +158,7 @@ def test_no_update_reaches_the_server_in_clear(tmp_path: Path, monkeypatch: pyte
     grid.fetching = seen.append
     play(run, grid)
     stages = [reply for reply in seen if stage_of(reply)]
-    assert len(stages) == 4 * len(FOUR.clients)
+    assert len(stages) == 5 * len(FOUR.clients)
     assert all(set(reply.content) == {"job_id", BYTES} for reply in stages)
     everything = b"".join(data_of(reply.content) for reply in stages)
     assert len(updates) == len(FOUR.clients)
@@ -221,7 +229,7 @@ def test_every_stage_is_answered_once(tmp_path: Path, monkeypatch: pytest.Monkey
     recorder.before = replay
     played = play(recorder.run, recorder.grid)
     assert [each.lost for each in played] == [(), ()]
-    assert len(repeated) == 28, "all earlier messages of both rounds, before each of the eight"
+    assert len(repeated) == 45, "all earlier messages of both rounds, before each of the ten"
     replay(next(iter(recorder.sent.values())))
     known = ("old message", "twice or too early", "each stage happens once")
     assert all(any(text in each for text in known) for each in repeated), repeated
@@ -240,7 +248,7 @@ def test_secrets_are_readable_by_their_owner_only(tmp_path: Path) -> None:
 
     recorder.before = look
     play(recorder.run, recorder.grid)
-    assert modes == [0o600] * 3
+    assert modes == [0o600] * 4
 
 
 @pytest.mark.slow
@@ -281,11 +289,17 @@ HOSTILE: dict[str, tuple[Stage, Callable[[bytes], bytes], str]] = {
     ),
     "shares of others": ("mask", lambda data: data[:-1] + bytes([data[-1] ^ 1]), "cannot be decrypted"),
     "too few survivors": (
-        "unmask",
-        lambda data: UnmaskRequest(("c0", "c1"), ("c2", "c3")).to_bytes(),
+        "confirm",
+        lambda data: Stayed(frozenset(FOUR.clients), frozenset(("c0", "c1"))).to_bytes(FOUR.clients),
         "the threshold is 3 of 4",
     ),
-    "garbage": ("unmask", lambda data: b"\xff" * 40, "expected a message of kind 'Q'"),
+    "other dealers": (
+        "confirm",
+        lambda data: Stayed(frozenset(("c0", "c1", "c2")), frozenset(("c0", "c1", "c2"))).to_bytes(FOUR.clients),
+        "says that c3 did not share its keys",
+    ),
+    "garbage": ("confirm", lambda data: b"\xff" * 40, "expected a message of kind 'L'"),
+    "signatures of too few": ("unmask", lambda data: b"V\x01" + bytes(12), "there are 3 signatures of 4 clients"),
 }  # fmt: skip
 
 
@@ -314,7 +328,7 @@ def test_difference_of_two_sums_would_reveal_an_update_so_the_second_is_refused(
     [first] = play(run, grid, session="1")
     c3 = grid.nodes.pop(10)
     again = {"session": "2", "wait_for": 3}
-    with pytest.raises(RunError, match="has unmasked round 0 for other clients before"):
+    with pytest.raises(RunError, match="has confirmed round 0 for other clients before"):
         _strict(replace(run, skip_failed_clients=False), grid, **again)
     for client in FOUR.clients:  # the attack works where sites do not remember
         (tmp_path / client / UNMASKED).unlink()
@@ -332,19 +346,14 @@ def test_difference_of_two_sums_would_reveal_an_update_so_the_second_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("neighbors", "again"), [("auto", True), (2, False)])
-def test_round_is_unmasked_again_only_if_the_site_sees_all_clients(
-    neighbors: Any, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same clients in a new session: a site that sees only its neighbors cannot know that they are the same."""
-    same = lambda clients, count, seed: neighborhoods(clients, count, b"same")  # noqa: E731
-    monkeypatch.setattr(groups, "neighborhoods", same)  # neighbors that do not change would say nothing either
-    run = secure_run(count=1, secure_aggregation=replace(SETTINGS, neighbors=neighbors))
+@pytest.mark.parametrize("neighbors", ["auto", 2])
+def test_round_is_unmasked_again_for_the_same_clients(neighbors: Any, tmp_path: Path) -> None:
+    """In a new session: also a site that shares masks with its neighbors only sees who is in the sum."""
+    run = secure_run(count=1, secure_aggregation=replace(SETTINGS, neighbors=neighbors, threshold=1.0, collusion=0.0))
     grid = make_grid(run, toy_model(), FOUR, tmp_path)
     [first], [second] = play(run, grid, session="1"), play(run, grid, session="2")
-    assert first.skipped is None
-    assert (second.skipped is None) == again
-    assert tensors.equal(first.server.params, second.server.params) == again
+    assert (first.skipped, second.skipped) == (None, None)
+    assert tensors.equal(first.server.params, second.server.params)
 
 
 def _strict(run: Run, grid: FakeGrid, **more: Any) -> None:
@@ -420,6 +429,57 @@ def test_server_in_the_middle_is_refused_if_sites_sign_their_keys(tmp_path: Path
     assert not any("refusal" in reply.content for reply in seen if stage_of(reply) == "share_keys"), "c0 believed it"
 
 
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("signed", [True, False])
+def test_server_that_tells_each_site_another_list_opens_no_update_if_sites_sign(signed: bool, tmp_path: Path) -> None:
+    """It cuts c0 off: its masks are those with c1 and c2, and the others hear that these dropped out."""
+    settings = SecureAggregation(threshold=0.6, collusion=0.0)  # three of five
+    if signed:
+        settings = replace(settings, signers=write_ssh_keys(tmp_path, FIVE.clients, "ed25519"))
+    told = {"c0": "012", "c1": "013", "c2": "023", "c3": "034", "c4": "034"}  # whose vectors arrived
+    released: dict[str, UnmaskedShares] = {}
+    refused: dict[str, str] = {}
+
+    def lie(client: str) -> Change:
+        def change(message: Message, honest: Reply) -> Message | None:
+            if not (stage := stage_of(message)):
+                return honest(message)
+            data = data_of(message.content)
+            if stage == "mask" and client == "c0":
+                data = write_sealed({peer: text for peer, text in read_sealed(data).items() if peer in ("c1", "c2")})
+            elif stage == "confirm":
+                shared = frozenset(("c0", "c1", "c2") if client == "c0" else FIVE.clients)
+                data = Stayed(shared, frozenset(f"c{place}" for place in told[client])).to_bytes(FIVE.clients)
+            elif stage == "unmask":
+                data = write_signatures(dict(zip(FIVE.clients, read_message("V", data), strict=True)), told_to(client))
+            reply = honest(with_data(message, data))
+            assert reply
+            if stage == "unmask" and "refusal" in reply.content:
+                refused[client] = reason(reply.content)
+            elif stage == "unmask":
+                released[client] = UnmaskedShares.from_bytes(data_of(reply.content))
+            return Message(reply.content, reply_to=message)
+
+        return change
+
+    def told_to(client: str) -> list[str]:
+        return [f"c{place}" for place in told[client]]
+
+    run, model = secure_run(count=1, secure_aggregation=settings), toy_model()
+    grid = make_grid(run, model, FIVE, tmp_path / "sites", keys=tmp_path if signed else None)
+    for client in FIVE.clients:
+        change_site(grid, client, lie(client), FIVE)
+    [result] = rounds(run, model, flower_engine(run, model, grid, FIVE.clients, deadline=0.3))
+    assert result.skipped
+    if signed:
+        assert not released
+        assert set(refused) == set(FIVE.clients)
+        assert all("confirmed who is in the sum" in why for why in refused.values())
+    else:
+        assert sum("c0" in each.seeds for each in released.values()) >= 3, "the mask of c0 alone"
+        assert all(sum(peer in each.keys for each in released.values()) >= 3 for peer in ("c1", "c2")), "and with both"
+
+
 def test_site_without_its_listed_key_says_so(tmp_path: Path) -> None:
     run = signed_run(tmp_path, skip_failed_clients=False)
     with pytest.raises(ClientError, match="add key=PATH to its node config"):
@@ -469,10 +529,10 @@ def test_client_that_fails_in_a_stage_is_lost_and_the_others_are_summed(
     change_site(grid, "c1", at(stage, change))
     [result] = play(run, grid)
     away = Availability(trace={(0, "c1"): 0.0})
-    [expected] = embedded(run, None if stage == "unmask" else away)
+    [expected] = embedded(run, None if stage in ("confirm", "unmask") else away)
     assert result.skipped is None
     assert tensors.equal(result.server.params, expected.server.params)
-    assert [lost.client for lost in result.lost] == ([] if stage == "unmask" else ["c1"])
+    assert [lost.client for lost in result.lost] == ([] if stage in ("confirm", "unmask") else ["c1"])
     assert result.secure is not None
     assert result.secure["recovered"] == (stage == "mask")
 
@@ -481,7 +541,7 @@ def test_client_that_fails_in_a_stage_is_lost_and_the_others_are_summed(
 @pytest.mark.parametrize("stage", STAGES)
 def test_too_few_honest_clients_end_the_run_and_hostile_ones_skip_the_round(stage: Stage, tmp_path: Path) -> None:
     run, model = secure_run(count=1), toy_model()
-    for change, ends in ((silent, stage != "unmask"), (garbage, False)):
+    for change, ends in ((silent, stage not in ("confirm", "unmask")), (garbage, False)):
         grid = make_grid(run, model, FOUR, tmp_path / change.__name__)
         for client in ("c1", "c2"):
             change_site(grid, client, at(stage, change))
@@ -513,7 +573,7 @@ clients_per_block = 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["mask", "unmask"])
+@pytest.mark.parametrize("stage", ["mask", "confirm", "unmask"])
 def test_server_killed_in_any_stage_starts_the_round_over_with_new_keys(stage: Stage, tmp_path: Path) -> None:
     config = tmp_path / "app" / "experiment.toml"
     config.parent.mkdir()

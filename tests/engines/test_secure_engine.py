@@ -33,7 +33,7 @@ from partita.privacy.client_level import protect_clients
 from partita.secure_aggregation.server import SecureServer
 
 CLIENTS = Clients(c0=3, c1=9, c2=12, c3=6, c4=5)
-SETTINGS = SecureAggregation(threshold=0.5)
+SETTINGS = SecureAggregation(threshold=0.5, collusion=0.0)
 
 
 def secured(run: Run) -> Run:
@@ -192,7 +192,7 @@ def test_workers_give_the_same_bits() -> None:
 
 def test_traffic_is_that_of_the_encoded_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     up, down = [], []
-    for stage in ("add_advertisement", "add_shares", "add_masked", "add_unmasked"):
+    for stage in ("add_advertisement", "add_shares", "add_masked", "add_confirmed", "add_unmasked"):
         original = getattr(SecureServer, stage)
 
         def received(self: SecureServer, client: str, data: bytes, original: object = original) -> None:
@@ -200,7 +200,7 @@ def test_traffic_is_that_of_the_encoded_messages(monkeypatch: pytest.MonkeyPatch
             original(self, client, data)  # type: ignore[operator]
 
         monkeypatch.setattr(SecureServer, stage, received)
-    for stage in ("roster", "inbox", "request"):
+    for stage in ("roster", "inbox", "lists", "signatures"):
         original = getattr(SecureServer, stage)
 
         def sent(self: SecureServer, *client: str, original: object = original) -> bytes:

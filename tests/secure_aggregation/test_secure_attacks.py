@@ -11,27 +11,28 @@ import torch
 from scipy.stats import chisquare
 from secure_fixtures import (
     SORTED,
+    confirm_stage,
     mask_stage,
     names,
     random_update,
     run_protocol,
     setup_for,
     share_stage,
+    unmask_stage,
     write_ssh_keys,
 )
 from torch import Tensor
 
 from partita.core.secure_settings import SecureAggregation
 from partita.secure_aggregation.client import SecureClient
-from partita.secure_aggregation.encoding import ProtocolError, TooFewClients, write_message
+from partita.secure_aggregation.encoding import ProtocolError, TooFewClients
 from partita.secure_aggregation.fixed_point import FixedPoint, Layout
 from partita.secure_aggregation.groups import pair_mask
 from partita.secure_aggregation.key_agreement import new_secret, public_key
 from partita.secure_aggregation.masks import add_mask
 from partita.secure_aggregation.messages import (
-    KEY,
-    SEED,
-    UnmaskRequest,
+    Stayed,
+    UnmaskedShares,
     read_roster,
     read_sealed,
     read_vector,
@@ -69,8 +70,8 @@ def test_masked_vectors_look_uniform_in_either_of_two_worlds_with_the_same_sum(b
         assert uniformity(masked["c000"] + masked["c001"]) > 1e-6
         assert uniformity(masked["c000"] - masked["c002"]) > 1e-6
         assert uniformity(world[0]) < 1e-6  # the test can tell: in clear, it would have
-        for name in names(3):
-            server.add_unmasked(name, clients[name].unmask(server.request(name)))
+        confirm_stage(server, clients)
+        unmask_stage(server, clients)
         assert torch.equal(server.sum(), sum(world, torch.zeros_like(zeros)))
 
 
@@ -82,8 +83,8 @@ def test_own_mask_hides_a_vector_that_arrives_after_its_client_was_declared_drop
     late = clients["c003"].mask(server.inbox("c003"), vectors["c003"])
     for name in names(3):
         server.add_masked(name, clients[name].mask(server.inbox(name), vectors[name]))
-    for name in names(3):
-        server.add_unmasked(name, clients[name].unmask(server.request(name)))
+    confirm_stage(server, clients)
+    unmask_stage(server, clients)
     total = server.sum()  # recovers the private mask key of c003
     assert torch.equal(total, torch.full_like(total, 3))
     with pytest.raises(ProtocolError, match="after its end"):
@@ -98,35 +99,39 @@ def test_own_mask_hides_a_vector_that_arrives_after_its_client_was_declared_drop
 def test_client_never_gives_both_kinds_of_shares_of_one_peer() -> None:
     setup = small_setup(4, 10)
     vectors = {name: torch.ones(setup.layout.length, dtype=setup.dtype) for name in names(4)}
-    _, clients, _ = mask_stage(setup, vectors)
-    both = write_message("Q", [SEED, b"c000", SEED, b"c001", SEED, b"c002", KEY, b"c001"])
-    with pytest.raises(ProtocolError, match="twice"):
-        clients["c000"].unmask(both)
-    first = UnmaskRequest(("c000", "c001", "c002"), ("c003",))
-    clients["c000"].unmask(first.to_bytes())
-    second = UnmaskRequest(("c000", "c001", "c003"), ("c002",))
+    server, clients, _ = mask_stage(setup, vectors, dropped=["c003"])
+    first = clients["c000"].confirm(server.lists())
+    assert first == b""
+    for other in (("c000", "c001", "c003"), names(4)):  # a list in which another one, or none, dropped out
+        with pytest.raises(ProtocolError, match="each stage happens once"):
+            clients["c000"].confirm(Stayed(frozenset(names(4)), frozenset(other)).to_bytes(names(4)))
+    for name in ("c001", "c002"):
+        server.add_confirmed(name, clients[name].confirm(server.lists()))
+    server.add_confirmed("c000", first)
+    given = UnmaskedShares.from_bytes(clients["c000"].unmask(server.signatures()))
+    assert (set(given.seeds), set(given.keys)) == ({"c000", "c001", "c002"}, {"c003"})
     with pytest.raises(ProtocolError, match="its round is over"):
-        clients["c000"].unmask(second.to_bytes())
+        clients["c000"].unmask(server.signatures())
     # Nor can two parts of the group be told different things: a threshold is more than half of a group.
     for group in range(2, 60):
         assert 2 * threshold_of(SecureAggregation(threshold=0.01, min_clients=2), group) > group
 
 
 @pytest.mark.parametrize(
-    ("request_message", "message"),
+    ("shared", "masked", "message"),
     [
-        (UnmaskRequest(("c000", "c001"), ()), "2 clients of the group of c000 sent their vector, and the threshold is"),
-        (UnmaskRequest(("c000",), ("c001", "c002", "c003")), "threshold is"),
-        (UnmaskRequest(("c001", "c002", "c003"), ("c000",)), "says that c000 dropped out"),
-        (UnmaskRequest(("c001", "c002", "c003"), ()), "says that c000 dropped out"),
-        (UnmaskRequest(("c000", "c001", "c002"), ("spy",)), "a secret of spy"),
+        ("0123", "01", "2 clients of the group of c000 sent their vector, and the threshold is"),
+        ("0123", "0", "threshold is"),
+        ("0123", "123", "says that c000 dropped out"),
+        ("012", "012", "says that c003 did not share its keys"),
     ],
 )
-def test_client_refuses_to_unmask(request_message: UnmaskRequest, message: str) -> None:
+def test_client_refuses_to_confirm(shared: str, masked: str, message: str) -> None:
     setup = small_setup(4, 10)
     _, clients, _ = mask_stage(setup, {name: torch.ones(12, dtype=setup.dtype) for name in names(4)})
+    lists = Stayed(*(frozenset(f"c00{number}" for number in each) for each in (shared, masked)))
     with pytest.raises(ProtocolError, match=message):
-        clients["c000"].unmask(request_message.to_bytes())
+        clients["c000"].confirm(lists.to_bytes(names(4)))
 
 
 def test_client_masks_once_and_only_among_enough_peers() -> None:

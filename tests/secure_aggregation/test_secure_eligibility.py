@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import Clients, small_config, toy_model, toy_run
 from method_options import BRIEF
-from secure_fixtures import mask_stage, names, random_vector, setup_for
+from secure_fixtures import confirm_stage, mask_stage, names, random_vector, setup_for, unmask_stage
 
 from partita.core.method import Method
 from partita.core.method_error import MethodError
@@ -119,8 +119,8 @@ def test_costs_are_those_of_the_messages() -> None:
         setup = setup_for(count)
         vectors = {name: random_vector(setup, place) for place, name in enumerate(names(count))}
         server, clients, _ = mask_stage(setup, vectors)
-        for name in vectors:
-            server.add_unmasked(name, clients[name].unmask(server.request(name)))
+        confirm_stage(server, clients)
+        unmask_stage(server, clients)
         costs = client_costs(setup, names(count), "c001")
         assert count * (costs.vector + costs.up) == sum(server.up.values())
         assert count * costs.down == sum(server.down.values())
@@ -135,3 +135,4 @@ def test_preview_counts_the_bytes_of_a_round_and_says_that_it_is_secure() -> Non
     assert 3 * shown.bytes_up == sum(last.traffic.up.values())
     assert 3 * shown.bytes_down == sum(last.traffic.down.values())
     assert "Secure aggregation: the update is one vector of 64-bit numbers" in shown.to_text()
+    assert "sums of at least 3 updates, with up to 2 of 3 clients on its side if it follows" in shown.to_text()

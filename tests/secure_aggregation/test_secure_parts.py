@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -9,6 +10,7 @@ from itertools import combinations
 
 import pytest
 import torch
+from scipy.stats import hypergeom
 from secure_fixtures import SORTED, names, random_update
 
 from partita.core.secure_settings import SecureAggregation
@@ -18,10 +20,14 @@ from partita.secure_aggregation.fixed_point import FixedPoint, Layout, OutOfRang
 from partita.secure_aggregation.masks import add_mask
 from partita.secure_aggregation.neighbors import (
     SECURITY_BITS,
+    Withstood,
     check_size,
+    colluding_clients,
     count_neighbors,
+    describe,
     neighborhoods,
     threshold_of,
+    withstood,
 )
 from partita.secure_aggregation.secret_sharing import PRIME, recover, split
 
@@ -144,16 +150,22 @@ def test_graph_is_regular_symmetric_and_random(count: int, neighbors: int) -> No
 
 
 def test_number_of_neighbors_grows_slowly_and_is_all_for_few_clients() -> None:
-    settings = SecureAggregation()
+    """It grows with the number of clients that may collude, and falls with the threshold."""
+    settings = SecureAggregation(threshold=0.75)
     assert [count_neighbors(settings, count) for count in (2, 3, 10, 50)] == [1, 2, 9, 49]
     by_size = {count: count_neighbors(settings, count) for count in (1000, 10_000, 100_000)}
     assert all(neighbors % 2 == 0 and neighbors < 400 for neighbors in by_size.values()), by_size
     assert by_size[1000] <= by_size[10_000] <= by_size[100_000] < 2 * by_size[1000]
-    more = replace(settings, collusion=0.3)
-    assert count_neighbors(more, 100) > count_neighbors(settings, 100)
-    assert count_neighbors(replace(settings, neighbors=5), 100) == 6  # even: the same number on both sides
-    # The bound on falling apart, by hand.
-    assert 10_000 * 0.3 ** (by_size[10_000] // 2) <= 2.0**-SECURITY_BITS
+    assert [count_neighbors(SecureAggregation(), count) for count in (500, 10_000)] == [499, 1566]
+    assert count_neighbors(replace(settings, collusion=0.3), 1000) > count_neighbors(settings, 1000)
+    assert count_neighbors(replace(settings, collusion=0.1, neighbors=65), 100) == 66  # even: as many on both sides
+    # The bounds by hand: on colluding clients in a group, in half of its neighbors, and on falling apart.
+    for clients, neighbors in by_size.items():
+        threshold, colluding = math.ceil(0.75 * (neighbors + 1)), math.ceil(0.2 * (clients - 1))
+        drawn = [(neighbors, 2 * threshold - neighbors - 2), (neighbors // 2, threshold - neighbors // 2 - 2)]
+        for count, most in drawn:
+            assert clients * hypergeom.sf(most, clients - 1, colluding, count) <= 2.0**-SECURITY_BITS
+        assert clients * 0.3 ** (neighbors // 2) <= 2.0**-SECURITY_BITS
 
 
 def test_threshold_is_the_share_of_the_group_and_more_than_half() -> None:
@@ -168,8 +180,39 @@ def test_rounds_of_too_few_clients_are_refused() -> None:
     check_size(SecureAggregation(), 3)
     with pytest.raises(TooFewClients, match=r"a round has 2 clients.*min_clients is 3"):
         check_size(SecureAggregation(), 2)
-    with pytest.raises(TooFewClients, match="the group of each has 5"):
+    with pytest.raises(TooFewClients, match="of 100 clients if 66 must stay and 4 of each 5, and 20 may"):
         check_size(SecureAggregation(neighbors=4, min_clients=6), 100)
+
+
+def test_settings_with_which_a_server_could_split_a_round_are_refused() -> None:
+    for clients in range(3, 300):
+        check_size(SecureAggregation(), clients)
+        check_size(SecureAggregation(threshold=0.5, collusion=0.0), clients)
+    with pytest.raises(TooFewClients, match="10 clients if 6 must stay, and 2 may collude; raise"):
+        check_size(SecureAggregation(threshold=0.6), 10)
+    check_size(SecureAggregation(threshold=0.6, collusion=0.1), 10)
+    with pytest.raises(TooFewClients, match=r"4 of each 7, and 0 may collude; raise .*threshold or neighbors"):
+        check_size(SecureAggregation(threshold=0.5, collusion=0.0, neighbors=6), 100)
+
+
+def test_number_of_colluding_clients_that_a_round_withstands() -> None:
+    """At least those that may collude, and as many as the inequality allows; nothing is sure if keys are not signed."""
+    signed = SecureAggregation(signers={})
+    found = [withstood(signed, clients) for clients in (3, 10, 50)]
+    assert found == [Withstood(2, 2), Withstood(6, 3), Withstood(32, 15)]
+    assert withstood(SecureAggregation(), 10) == Withstood(6, None)
+    assert describe(signed, 10).endswith(
+        "6 of 10 clients on its side if it follows the protocol, and with up to 3 of 10 if it does not"
+    )
+    assert "not protected if it does not, because clients do not sign" in describe(SecureAggregation(), 10)
+    assert "any group of 841" in describe(signed, 1000)
+    for clients in (3, 6, 10, 100, 1000):
+        most = withstood(signed, clients).lying
+        assert most is not None
+        assert most >= colluding_clients(signed, clients)
+        if clients <= 100:  # all are neighbors of all
+            needed = threshold_of(signed, clients)
+            assert clients + most < 2 * needed <= clients + most + 1
 
 
 def test_key_agreement_is_symmetric_and_bound_to_round_and_purpose() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from secure_fixtures import (
     SORTED,
+    confirm_stage,
     mask_stage,
     names,
     random_update,
@@ -11,13 +12,22 @@ from secure_fixtures import (
     run_protocol,
     setup_for,
     share_stage,
+    unmask_stage,
 )
 from torch import Tensor
 
 from partita.core.secure_settings import SecureAggregation
 from partita.secure_aggregation.client import SecureClient
 from partita.secure_aggregation.encoding import ProtocolError, TooFewClients
-from partita.secure_aggregation.messages import UnmaskedShares, UnmaskRequest, read_roster, write_roster, write_vector
+from partita.secure_aggregation.messages import (
+    Stayed,
+    UnmaskedShares,
+    read_roster,
+    read_signatures,
+    write_roster,
+    write_signatures,
+    write_vector,
+)
 from partita.secure_aggregation.round_setup import RoundSetup
 from partita.secure_aggregation.server import SecureServer
 
@@ -38,7 +48,7 @@ def clear_sum(vectors: dict[str, Tensor], dropped: list[str]) -> Tensor:
     [(3, 0, "auto"), (3, 1, "auto"), (10, 3, "auto"), (12, 2, 6), (16, 2, 8), (9, 0, 4)],
 )
 def test_sum_equals_the_sum_in_clear_modulo_2_to_the_bits(bits: int, count: int, gone: int, neighbors: object) -> None:
-    setup = setup_for(count, SecureAggregation(bits=bits, neighbors=neighbors, min_clients=2))  # type: ignore[arg-type]
+    setup = setup_for(count, SecureAggregation(bits=bits, neighbors=neighbors, min_clients=2, collusion=0.0))  # type: ignore
     vectors = vectors_of(setup, count)
     for first in range(2):  # at random places of the circle
         dropped = names(count)[first : first + gone] if first + gone <= count else []
@@ -69,7 +79,7 @@ def test_dropouts_while_unmasking_are_survivors_of_the_sum() -> None:
 
 
 def test_clients_that_leave_before_sharing_keys_cost_no_recovery() -> None:
-    setup = setup_for(6, SecureAggregation(threshold=0.5))
+    setup = setup_for(6, SecureAggregation(threshold=0.5, collusion=0.0))
     server, clients = SecureServer(setup), {name: SecureClient(setup, name) for name in names(6)}
     for name, client in clients.items():
         server.add_advertisement(name, client.advertise())
@@ -79,8 +89,8 @@ def test_clients_that_leave_before_sharing_keys_cost_no_recovery() -> None:
     vectors = vectors_of(setup, 6)
     for name in present:
         server.add_masked(name, clients[name].mask(server.inbox(name), vectors[name]))
-    for name in present:
-        server.add_unmasked(name, clients[name].unmask(server.request(name)))
+    confirm_stage(server, clients)
+    unmask_stage(server, clients)
     assert server.dropped == ()
     assert torch.equal(server.sum(), clear_sum(vectors, ["c005"]))
 
@@ -133,11 +143,15 @@ def test_a_client_continues_in_another_process_after_every_stage() -> None:
         states[name] = client.to_bytes()
     for name in names(4):
         client = wake(name)
-        server.add_unmasked(name, client.unmask(server.request(name)))
+        server.add_confirmed(name, client.confirm(server.lists()))
+        states[name] = client.to_bytes()
+    for name in names(4):
+        client = wake(name)
+        server.add_unmasked(name, client.unmask(server.signatures()))
         states[name] = client.to_bytes()
     assert torch.equal(server.sum(), clear_sum(vectors, []))
     with pytest.raises(ProtocolError, match="its round is over"):
-        wake("c000").unmask(server.request("c000"))
+        wake("c000").unmask(server.signatures())
     with pytest.raises(ProtocolError, match="not of this round"):
         SecureClient.from_bytes(setup_for(4, round_id=b"run/1"), states["c000"])
 
@@ -146,7 +160,8 @@ def test_server_counts_the_bytes_of_every_message() -> None:
     setup = setup_for(3)
     vectors = vectors_of(setup, 3)
     server, clients, seen = mask_stage(setup, vectors)
-    unmasked = {name: clients[name].unmask(server.request(name)) for name in vectors}
+    confirm_stage(server, clients)
+    unmasked = {name: clients[name].unmask(server.signatures()) for name in vectors}
     for name, message in unmasked.items():
         server.add_unmasked(name, message)
     assert server.up["mask"] == sum(map(len, seen.values()))
@@ -155,7 +170,8 @@ def test_server_counts_the_bytes_of_every_message() -> None:
     assert server.down["advertise"] == 3 * len(server.roster()) == 3 * roster
     assert server.up["advertise"] == roster + 4  # the kind and version of three messages instead of one
     assert server.up["share_keys"] == server.down["share_keys"]  # each client has two neighbors, and so two letters
-    assert server.down["mask"] == 3 * (2 + 3 * (4 + 1 + 4 + 4))  # three names of four letters, and their kinds
+    assert server.down["mask"] == 3 * (2 + 4 + 3)  # a byte for each client
+    assert (server.up["confirm"], server.down["confirm"]) == (0, 3 * (2 + 3 * 4))  # no signatures, in three fields
 
 
 def test_bad_bytes_are_a_clear_error_at_every_stage() -> None:
@@ -171,7 +187,8 @@ def test_bad_bytes_are_a_clear_error_at_every_stage() -> None:
             lambda data: clients["c000"].mask(data, vectors["c000"]),
             lambda data: server.add_masked("c000", data),
             read_roster,
-            UnmaskRequest.from_bytes,
+            lambda data: Stayed.from_bytes(data, names(3)),
+            lambda data: read_signatures(data, names(3)),
             UnmaskedShares.from_bytes,
             lambda data: SecureClient.from_bytes(setup, data),
         ):
@@ -211,8 +228,9 @@ def test_a_wrong_share_is_an_error_and_not_garbage() -> None:
     vectors = vectors_of(setup, 4)
     for kind, dropped in (("seed", []), ("key", ["c003"])):
         server, clients, _ = mask_stage(setup, vectors, dropped)
+        confirm_stage(server, clients)
         for name in server.survivors:
-            answer = UnmaskedShares.from_bytes(clients[name].unmask(server.request(name)))
+            answer = UnmaskedShares.from_bytes(clients[name].unmask(server.signatures()))
             if name == "c000":
                 flip = {peer: bytes([share[0]]) + bytes(31) + b"\x07" for peer, share in answer.seeds.items()}
                 lie = {peer: bytes(32) + b"\x07" for peer in answer.keys}
@@ -223,8 +241,9 @@ def test_a_wrong_share_is_an_error_and_not_garbage() -> None:
 
 
 def test_messages_survive_a_round_trip() -> None:
-    request = UnmaskRequest(("a", "b"), ("c",))
-    assert UnmaskRequest.from_bytes(request.to_bytes()) == request
+    stayed = Stayed(frozenset("abc"), frozenset("ab"))
+    assert Stayed.from_bytes(stayed.to_bytes("dcba"), "abcd") == stayed
+    assert read_signatures(write_signatures({"b": b"1"}, "ba"), "ab") == {"a": b"", "b": b"1"}
     server, _ = share_stage(setup_for(3), names(3))
     roster = server.roster()
     assert write_roster(read_roster(roster)) == roster

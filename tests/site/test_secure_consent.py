@@ -10,6 +10,7 @@ from flower_fixtures import FakeGrid
 from flower_fixtures import task_identity as task_identity
 from flwr.app import Context, Message, RecordDict
 from helpers import server_in
+from secure_fixtures import write_ssh_keys
 from site_fixtures import NOON, SiteKit, write_site
 
 from partita.core import tensors
@@ -65,8 +66,8 @@ def test_covered_secure_run_equals_a_local_one_and_is_logged(more: str, tmp_path
             len(terms.plan(0).up)
         }
         assert all(0 < line["bytes"] <= (terms.update_bytes(0) or 0) for line in left), name
-        assert [line["asked"] for line in kit.log.lines() if line["kind"] == "keys"][:3] == [
-            "train.advertise", "train.share_keys", "train.unmask",
+        assert [line["asked"] for line in kit.log.lines() if line["kind"] == "keys"][:4] == [
+            "train.advertise", "train.share_keys", "train.confirm", "train.unmask",
         ]  # fmt: skip
         epsilons = [line["epsilon"] for line in left]
         assert epsilons == [None] * 4 if more == SECURE else epsilons == sorted(epsilons) and epsilons[0] > 0
@@ -93,3 +94,15 @@ def test_limit_on_bytes_is_that_of_the_masked_update(tmp_path: Path) -> None:
     assert "bytes_per_round" in consent_form(kits["c1"].site).refusals()[0]
     kits["c1"].allow(f"{MASKED}[limits]\nbytes_per_round = {size}\nbytes_total = {4 * size}\nrounds = 4\n")
     assert [row["lost"] for row in serve(kits, tmp_path / "run")] == [{}] * 4
+
+
+@pytest.mark.slow
+def test_consent_says_what_a_server_that_lies_can_open(tmp_path: Path) -> None:
+    """Which depends on whether sites sign their keys."""
+    keys = write_ssh_keys(tmp_path, ("c0", "c1", "c2"), "ed25519")
+    signers = "[secure_aggregation.signers]\n" + "".join(f'{name} = "{line}"\n' for name, line in keys.items())
+    for more, expected in (("", "not protected if it does not"), (signers, "and with up to 2 of 3 if it does not")):
+        kit = write_group(tmp_path / expected[:3], SECURE + more)["c0"]
+        [finding] = [each for each in consent_form(kit.site).findings() if each.what == "the server sees"]
+        assert finding.value.startswith("sums of at least 3 updates, with up to 2 of 3 clients on its side")
+        assert expected in finding.value

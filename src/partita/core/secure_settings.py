@@ -21,7 +21,8 @@ class SecureAggregation:
     ] = 100.0
     threshold: Annotated[
         PositiveShare,
-        "share of a client's group (its neighbors and itself) that must stay until the end of a round",
+        "share of the clients, and of each client's group (its neighbors and itself), that must stay until the end of "
+        "a round; if some may collude, more than (1 + `collusion`) / 2",
     ] = 0.66
     min_clients: Annotated[
         Annotated[int, Range(low=2, high=MAX_NUMBER)], "fewest clients in a sum; with fewer, nothing is unmasked"
@@ -32,7 +33,8 @@ class SecureAggregation:
     ] = "auto"
     collusion: Annotated[
         Annotated[float, Range(low=0, below=1)],
-        "largest share of clients that may work together with the server against another; their noise does not count",
+        "largest share of a round's other clients that may work together with the server against a client; their noise "
+        "does not count, and settings with which they could split a round are refused",
     ] = 0.2
     dropouts: Annotated[
         Annotated[float, Range(low=0, below=1)], "`auto`: largest share of clients that may drop out of a round"
@@ -40,5 +42,6 @@ class SecureAggregation:
     signers: Annotated[
         Mapping[str, str] | None,
         "on Flower: the public SSH key of each client (Ed25519 or ECDSA P-384, a line such as `ssh-ed25519 AAAA...`), "
-        "with which the others check its keys; left out: keys are not signed",
+        "with which the others check its keys and who is in the sum; left out: nothing is signed, and a server that "
+        "does not follow the protocol opens single updates",
     ] = field(default=None, hash=False)

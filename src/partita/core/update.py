@@ -108,7 +108,7 @@ class SecureSum:
         aggregate: The mean of the updates; None if it could not be unmasked.
         loss: The mean training loss, weighted as the updates; None if clients report none.
         failure: Why there is no aggregate; None if there is one.
-        needed: How many clients of each group must stay until the end of a round.
+        needed: How many clients must stay until the end of a round.
         up: Bytes from clients by parameter name, with keys and shares under `serialization.HEADER`.
         down: Bytes of the protocol to clients, besides the jobs.
         facts: What the row of the round says about it.

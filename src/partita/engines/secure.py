@@ -101,9 +101,16 @@ class _Protocol:
         try:
             for name in self.server.survivors:
                 with self._timed("server"):
-                    request = self.server.request(name)
+                    lists = self.server.lists()
                 with self._timed("clients"):
-                    shares = self.clients[name].unmask(request)
+                    signature = self.clients[name].confirm(lists)
+                with self._timed("server"):
+                    self.server.add_confirmed(name, signature)
+            for name in self.server.survivors:
+                with self._timed("server"):
+                    signatures = self.server.signatures()
+                with self._timed("clients"):
+                    shares = self.clients[name].unmask(signatures)
                 with self._timed("server"):
                     self.server.add_unmasked(name, shares)
         except TooFewClients as error:

@@ -21,11 +21,11 @@ from partita.secure_aggregation.costs import client_costs
 from partita.secure_aggregation.eligibility import check_plans, counts_alike, fixed_point_of
 from partita.secure_aggregation.encoding import ProtocolError
 from partita.secure_aggregation.fixed_point import cast_like, layout_of
-from partita.secure_aggregation.neighbors import count_neighbors, threshold_of
+from partita.secure_aggregation.neighbors import count_neighbors, describe, group_threshold, threshold_of
 from partita.secure_aggregation.round_setup import RoundSetup
 from partita.secure_aggregation.server import SecureServer
 
-# The attempt of rounds of which only one sum can become known, however often they are started. They repeat their noise.
+# Only one sum of a round can become known, however often it is started: its clients confirm one. It repeats its noise.
 ONE_SUM = "one sum"
 # What a run without single updates cannot have. The row of a round says so.
 OFF = ("drift", "norms of updates", "losses of clients", "metrics of clients", "checks of updates")
@@ -46,6 +46,12 @@ def round_setup(run: Run, model: Model, job: Job, clients: int, session: bytes) 
     layout = layout_of(sent.delta, sent.slots, sent.loss is not None)
     round_id = session + f"/round {job.round}".encode()
     return RoundSetup(run.secure_aggregation, round_id, layout, fixed_point_of(run, clients))
+
+
+def protection(run: Run, clients: int) -> str:
+    """Say with how many of its clients a server opens no smaller sum of a round; see `describe`."""
+    assert run.secure_aggregation is not None
+    return describe(run.secure_aggregation, clients)
 
 
 def check_cohort(run: Run, model: Model, jobs: Sequence[Job]) -> None:
@@ -107,13 +113,13 @@ def finish(
     for _, name, shape in setup.layout.entries:
         up[name] += count * shape_bytes(shape, setup)
     up[serialization.HEADER] = sum(server.up.values()) - sum(up.values())
-    neighbors = count_neighbors(setup.settings, setup.fixed_point.clients)
-    needed = threshold_of(setup.settings, neighbors + 1)
+    cohort = setup.fixed_point.clients
+    needed = threshold_of(setup.settings, cohort)
     facts = {
         "clients": count,
         "recovered": len(server.dropped),
-        "threshold": needed,
-        "neighbors": neighbors,
+        "threshold": group_threshold(setup.settings, cohort),
+        "neighbors": count_neighbors(setup.settings, cohort),
         "bits": setup.settings.bits,
         "resolution": mean.resolution if mean else None,
         "bytes": {"up": dict(server.up), "down": dict(server.down)},

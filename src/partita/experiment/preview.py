@@ -19,12 +19,13 @@ from partita.core.settings import Run
 from partita.core.tensors import select
 from partita.engines.availability import Availability
 from partita.engines.dry_run import dry_run, null_update
-from partita.engines.secure_setup import round_setup, shape_bytes
+from partita.engines.secure_setup import protection, round_setup, shape_bytes
 from partita.experiment.builder import Experiment, build, build_method
 from partita.experiment.config import Config, parse
 from partita.methods import NEEDS_DUAL_ENCODER, NEEDS_FACTORS
 from partita.secure_aggregation.costs import client_costs
 from partita.secure_aggregation.fixed_point import NUMBERS
+from partita.secure_aggregation.neighbors import threshold_of
 from partita.secure_aggregation.round_setup import RoundSetup
 
 # Options with which a method that chooses from the clients' data is previewed without computing on the data.
@@ -190,9 +191,11 @@ def preview_of(
     if run.secure_aggregation:
         setup = round_setup(run, model, job, len(cohort), b"")
         costs = client_costs(setup, cohort, client)
+        settings = run.secure_aggregation
         secure = (
-            f"Secure aggregation: the update is one vector of {run.secure_aggregation.bits}-bit numbers, masked; in "
-            f"clear it would have {sum(up.values()):,} bytes. Keys and shares are among the headers."
+            f"Secure aggregation: the update is one vector of {settings.bits}-bit numbers, masked; in clear it would "
+            f"have {sum(up.values()):,} bytes. Keys and shares are among the headers.\nThe server sees sums of at "
+            f"least {threshold_of(settings, len(cohort))} updates, {protection(run, len(cohort))}."
         )
         up, down = (
             _masked(setup, costs.up),

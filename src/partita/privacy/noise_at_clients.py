@@ -8,20 +8,20 @@ from dataclasses import replace
 
 from partita.core.client_noise import ClientNoise
 from partita.core.model import Model
-from partita.core.secure_settings import SecureAggregation
 from partita.core.settings import Run
 from partita.privacy.client_level import protect_clients
 from partita.secure_aggregation.client_vector import check_room
 from partita.secure_aggregation.eligibility import fixed_point_of
-from partita.secure_aggregation.neighbors import SECURITY_BITS, check_size, count_neighbors, threshold_of
+from partita.secure_aggregation.neighbors import check_size, colluding_clients, threshold_of
 
 
 def protect_at_clients(run: Run, cohort: int, clip: float, noise: float) -> Run:
     """Return the run with clipping and noise at the clients and none at the server.
 
     The threshold of the protocol and the number of clients whose noise is counted are one number: `min_clients` of the
-    returned run. A client does not unmask a sum of fewer, whatever the server says, also if clients were missing from
-    the start.
+    returned run. All clients that confirm a sum are in it, and a client does not unmask a sum that fewer confirm,
+    whatever the server says, also if clients were missing from the start. So those of them that do not collude all add
+    their noise to it.
 
     Args:
         run: A run with secure aggregation.
@@ -38,30 +38,14 @@ def protect_at_clients(run: Run, cohort: int, clip: float, noise: float) -> Run:
     settings = run.secure_aggregation
     assert settings is not None
     check_size(settings, cohort)
-    needed = threshold_of(settings, count_neighbors(settings, cohort) + 1)
+    needed = threshold_of(settings, cohort)
     settings = replace(settings, min_clients=needed)
-    client_noise = ClientNoise(clip, noise, needed - count_colluding(settings, cohort)) if noise else None
+    client_noise = ClientNoise(clip, noise, needed - colluding_clients(settings, cohort)) if noise else None
     method = protect_clients(run.method, clip, 0.0, cohort)
     noisy = replace(run, method=method, secure_aggregation=settings, client_noise=client_noise, drift=False)
     if client_noise:
         check_room(client_noise, fixed_point_of(noisy, cohort))
     return noisy
-
-
-def count_colluding(settings: SecureAggregation, cohort: int) -> int:
-    """Return how many clients of a group may work with the server. Each can take its own noise off the sum.
-
-    A group is a client and its neighbors. In a sparse graph, it is a random part of the cohort, and the number is
-    exceeded in one of the groups with a probability of at most 2**-40, as in the choice of the graph.
-    """
-    colluding = math.ceil(settings.collusion * cohort - 1e-9)
-    neighbors = count_neighbors(settings, cohort)
-    if neighbors >= cohort - 1:
-        return colluding
-    from scipy.stats import hypergeom  # slow to import, and few runs get here
-
-    rare = 2.0**-SECURITY_BITS / cohort
-    return next(many for many in range(colluding + 1) if hypergeom.sf(many, cohort - 1, colluding, neighbors) <= rare)
 
 
 def count_values(run: Run, model: Model) -> int:

@@ -15,7 +15,8 @@ Everything here is bytes in and bytes out. Engines carry the messages:
     server.add_shares(name, client.share_keys(roster, verify))      # stage 2
     vector = setup.fixed_point.encode(update, setup.layout)         # after training
     server.add_masked(name, client.mask(server.inbox(name), vector))      # stage 3
-    server.add_unmasked(name, client.unmask(server.request(name)))        # stage 4, server.survivors only
+    server.add_confirmed(name, client.confirm(server.lists(), sign))      # stage 4, server.survivors only
+    server.add_unmasked(name, client.unmask(server.signatures(), verify)) # stage 5
     mean = setup.fixed_point.decode(server.sum(), setup.layout, len(server.survivors))
 
 - `SecureClient.to_bytes` and `from_bytes` carry a client's state from process to process. The state holds secrets: it
@@ -30,10 +31,11 @@ What it protects: a server that follows the protocol (semi-honest), together wit
 threshold, learns nothing beyond the sum, the sum of the weights and the mean loss. The sum itself may reveal something;
 differential privacy limits that.
 
-Against a server that does not follow the protocol, a client checks what it can by itself (see `SecureClient`). Without
-signed keys, such a server can still invent clients, or put its own keys in place of those of others, and so read shares
-and take masks off. `advertise(sign)` and `share_keys(roster, verify)` prevent that with long-term keys that the
-clients exchanged before (`signatures.py`). A server can always name a client as dropped out and so leave it out of the
-sum; it cannot get a sum of fewer clients than the threshold. Nobody checks that a client's vector is an honest update:
-a client can spoil the sum, within the range of the fixed-point format.
+Against a server that does not follow the protocol, clients need long-term keys that they exchanged before
+(`signatures.py`). With `sign` and `verify`, the server can neither invent clients nor put its own keys in place of
+theirs, and clients unmask a sum only if enough of them signed that they are in the same one. Then every sum that it can
+open holds at least as many updates as the threshold, less those of colluding clients (`neighbors.py` says how many it
+withstands, and why). Without signatures, such a server opens single updates. In any case it can name a client as
+dropped out and so leave it out of the sum. Nobody checks that a client's vector is an honest update: a client can spoil
+the sum, within the range of the fixed-point format.
 """

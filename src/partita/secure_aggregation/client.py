@@ -1,4 +1,4 @@
-"""The client's side of the protocol: four stages, each of which can happen once."""
+"""The client's side of the protocol: five stages, each of which can happen once."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from partita.secure_aggregation.masks import add_mask
 from partita.secure_aggregation.messages import (
     Advertisement,
     Sign,
+    Stayed,
     UnmaskedShares,
-    UnmaskRequest,
     Verify,
     commit,
     read_roster,
     read_sealed,
+    read_signatures,
     write_roster,
     write_sealed,
     write_vector,
@@ -41,9 +42,9 @@ from partita.secure_aggregation.messages import (
 from partita.secure_aggregation.round_setup import RoundSetup
 from partita.secure_aggregation.secret_sharing import SHARE_BYTES, split
 
-START, ADVERTISED, SHARED, MASKED, DONE = range(5)  # what a client has done
+START, ADVERTISED, SHARED, MASKED, CONFIRMED, DONE = range(6)  # what a client has done
 OWN_MASK = "own mask"
-_NEXT = ("advertise", "share_keys", "mask", "unmask")
+_NEXT = ("advertise", "share_keys", "mask", "confirm", "unmask")
 
 
 @dataclass
@@ -55,8 +56,10 @@ class SecureClient:
 
     - its own keys are in the roster unchanged, all keys are distinct, and with `verify` all are signed;
     - it masks its vector once, and only if enough of its group are there;
-    - it unmasks once, only if the vectors of enough of its group arrived, and for each peer it gives either the share
-      of the seed or that of the private mask key, never both.
+    - it confirms one list of those that stayed, which agrees with what it saw, and only if the vectors of enough of its
+      group arrived;
+    - it unmasks once, for this list, with `verify` only if enough others confirmed the same one, and for each peer it
+      gives either the share of the seed or that of the private mask key, never both.
 
     Attributes:
         setup: The public facts of the round.
@@ -72,6 +75,7 @@ class SecureClient:
     _seed: bytes = field(default_factory=new_secret, repr=False)
     _roster: bytes = field(default=b"", repr=False)
     _signature: bytes = field(default=b"", repr=False)
+    _lists: bytes = field(default=b"", repr=False)
     _shares: dict[str, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)  # peer -> of its seed, of its key
 
     def advertise(self, sign: Sign | None = None) -> bytes:
@@ -153,30 +157,68 @@ class SecureClient:
         self._advance(SHARED)
         return write_vector(masked)
 
-    def unmask(self, request: bytes) -> bytes:
-        """Return shares of the secrets that the server needs for the sum. The client forgets its secrets.
+    def confirm(self, lists: bytes, sign: Sign | None = None) -> bytes:
+        """Check who stayed, and return a signature of it: a client takes part in one sum of the round only.
 
         Args:
-            request: The server's message that names the clients of the group that stayed and those that dropped out.
+            lists: The server's message with the clients of the whole round that stayed.
+            sign: Signs bytes with the client's long-term key; None for no signature.
 
         Raises:
-            TooFewClients: If the vectors of too few clients of the group arrived.
-            ProtocolError: If the request asks for anything else than one secret of each peer.
+            TooFewClients: If the vectors of too few clients arrived.
+            ProtocolError: If the client knows that the lists are wrong.
         """
         self._expect(MASKED)
-        wanted = UnmaskRequest.from_bytes(request)  # refuses both secrets of one client
-        if strange := (set(wanted.survivors) | set(wanted.dropped)) - self._shares.keys():
-            raise ProtocolError(f"the server asks {self.name} for a secret of {min(strange)}, whose shares it lacks")
-        if self.name not in wanted.survivors:
+        groups = self._groups()
+        stayed = Stayed.from_bytes(lists, groups.roster)
+        if self.name not in stayed.masked:
             raise ProtocolError(
                 f"the server says that {self.name} dropped out, but it sent its vector; it does not unmask"
             )
-        self._need_enough(self._groups(), len(wanted.survivors), "sent their vector")
-        answer = UnmaskedShares(
-            {peer: self._shares[peer][0] for peer in wanted.survivors},
-            {peer: self._shares[peer][1] for peer in wanted.dropped},
-        )
+        group = set(groups.group(self.name))
+        if wrong := (stayed.shared & group) ^ self._shares.keys():
+            raise ProtocolError(
+                f"the server says that {min(wrong)} {'shared' if min(wrong) in stayed.shared else 'did not share'} its "
+                f"keys, but its inbox told {self.name} otherwise; it does not unmask"
+            )
+        self._need_enough(groups, len(stayed.masked & group), "sent their vector")
+        signature = sign(stayed.signed_part(self.setup.context, self._roster)) if sign else b""
+        self._lists = lists
         self._advance(MASKED)
+        return signature
+
+    @property
+    def survivors(self) -> tuple[str, ...]:
+        """The clients of the sum that this client confirmed, sorted."""
+        return tuple(sorted(self._stayed(self._groups()).masked))
+
+    def unmask(self, signatures: bytes, verify: Verify | None = None) -> bytes:
+        """Return shares of the secrets that the server needs for the sum. The client forgets its secrets.
+
+        Args:
+            signatures: The server's message with the signatures of those that confirmed the same lists.
+            verify: Checks a signature of a client; None to trust the server, which may then have told others otherwise.
+
+        Raises:
+            TooFewClients: If too few clients confirmed the lists.
+            ProtocolError: If the message cannot be read.
+        """
+        self._expect(CONFIRMED)
+        groups = self._groups()
+        stayed = self._stayed(groups)
+        signed = stayed.signed_part(self.setup.context, self._roster)
+        given = read_signatures(signatures, stayed.masked)
+        agree = {name for name, its in given.items() if name == self.name or not verify or verify(name, signed, its)}
+        if len(agree) < groups.needed:
+            raise TooFewClients(
+                f"{len(agree)} of {len(given)} clients confirmed who is in the sum as {self.name} did, and the "
+                f"threshold is {groups.needed}; it does not unmask"
+            )
+        answer = UnmaskedShares(
+            {peer: seed for peer, (seed, _) in self._shares.items() if peer in stayed.masked},
+            {peer: key for peer, (_, key) in self._shares.items() if peer not in stayed.masked},
+        )
+        self._advance(CONFIRMED)
         self._cipher_secret = self._mask_secret = self._seed = bytes(KEY_BYTES)
         self._shares.clear()
         return answer.to_bytes()
@@ -185,7 +227,8 @@ class SecureClient:
         """Return the state, for a process that continues the round. It holds the client's secrets."""
         secrets = [self._cipher_secret, self._mask_secret, self._seed]
         shares = [field for peer, pair in self._shares.items() for field in (peer.encode(), *pair)]
-        head = [self.setup.context, self.name.encode(), bytes([self.stage]), *secrets, self._roster, self._signature]
+        head = [self.setup.context, self.name.encode(), bytes([self.stage]), *secrets, self._roster]
+        head += [self._signature, self._lists]
         return write_message("T", [*head, *shares])
 
     @staticmethod
@@ -196,19 +239,22 @@ class SecureClient:
             ProtocolError: If the bytes are not the state of a client in this round.
         """
         fields = read_message("T", data)
-        if len(fields) < 8 or len(fields[2]) != 1 or fields[2][0] > DONE or fields[0] != setup.context:
+        if len(fields) < 9 or len(fields[2]) != 1 or fields[2][0] > DONE or fields[0] != setup.context:
             raise ProtocolError("the stored state of secure aggregation is not of this round and these settings")
-        _, name, stage, cipher_secret, mask_secret, seed, roster, signature = fields[:8]
+        _, name, stage, cipher_secret, mask_secret, seed, roster, signature, lists = fields[:9]
         shares = {
             read_name(peer): (of_seed, of_key)
-            for peer, of_seed, of_key in records("T", fields[8:], (None, SHARE_BYTES, SHARE_BYTES))
+            for peer, of_seed, of_key in records("T", fields[9:], (None, SHARE_BYTES, SHARE_BYTES))
         }
         secrets = cipher_secret, mask_secret, seed
-        return SecureClient(setup, read_name(name), stage[0], *secrets, roster, signature, shares)
+        return SecureClient(setup, read_name(name), stage[0], *secrets, roster, signature, lists, shares)
 
     def _advertisement(self) -> Advertisement:
         keys = public_key(self._cipher_secret), public_key(self._mask_secret)
         return Advertisement(self.name, *keys, commit(self._seed, self.setup.context), self._signature)
+
+    def _stayed(self, groups: Groups) -> Stayed:
+        return Stayed.from_bytes(self._lists, groups.roster)
 
     def _groups(self) -> Groups:
         roster = read_roster(self._roster)

@@ -20,7 +20,7 @@ START = 2  # the kind and the version of a message
 
 @dataclass(frozen=True)
 class ClientCosts:
-    """What one client sends and receives in a round without dropouts, besides its job.
+    """What one client sends and receives in a round without dropouts and signed keys, besides its job.
 
     Attributes:
         vector: Bytes of the numbers in the masked vector.
@@ -51,11 +51,12 @@ def client_costs(setup: RoundSetup, clients: Sequence[str], client: str) -> Clie
 
     keys = (KEY_BYTES, KEY_BYTES, KEY_BYTES, 0)
     shares = message(near, NONCE_BYTES + 2 * SHARE_BYTES + TAG_BYTES)
+    lists, signatures = START + LENGTH_BYTES + len(others) + 1, START + LENGTH_BYTES * (len(others) + 1)
     empty = serialization.save({VECTOR: torch.empty(0, dtype=setup.dtype)})
     digits = len(str(setup.layout.length)) + len(str(setup.layout.length * setup.dtype.itemsize)) - 2
     header = 8 + -(-(len(empty.rstrip(b" ")) - 8 + digits) // 8) * 8
     return ClientCosts(
         vector=setup.layout.length * setup.dtype.itemsize,
         up=message([client], *keys) + shares + header + message([client, *near], 1, SHARE_BYTES),
-        down=message([client, *others], *keys) + shares + message([client, *near], 1),
+        down=message([client, *others], *keys) + shares + lists + signatures,
     )

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from partita.secure_aggregation.encoding import ProtocolError
 from partita.secure_aggregation.key_agreement import agree
 from partita.secure_aggregation.messages import Advertisement
-from partita.secure_aggregation.neighbors import check_size, count_neighbors, neighborhoods, threshold_of
+from partita.secure_aggregation.neighbors import (
+    check_size,
+    count_neighbors,
+    group_threshold,
+    neighborhoods,
+    threshold_of,
+)
 from partita.secure_aggregation.round_setup import RoundSetup
 
 
@@ -22,12 +28,14 @@ class Groups:
         roster: The advertisements by client.
         neighbors: The neighbors of each client, sorted.
         threshold: How many clients of a group, a client and its neighbors, must stay until the end.
+        needed: How many clients of the round must.
     """
 
     setup: RoundSetup
     roster: Mapping[str, Advertisement]
     neighbors: Mapping[str, tuple[str, ...]]
     threshold: int
+    needed: int
 
     def group(self, client: str) -> list[str]:
         """Return a client and its neighbors, sorted. The place in this list, from 1, is the position of a share."""
@@ -57,7 +65,13 @@ def find_groups(setup: RoundSetup, roster: Mapping[str, Advertisement], encoded:
         )
     count = count_neighbors(setup.settings, len(roster))
     seed = hashlib.sha256(setup.context + encoded).digest()
-    return Groups(setup, roster, neighborhoods(list(roster), count, seed), threshold_of(setup.settings, count + 1))
+    return Groups(
+        setup,
+        roster,
+        neighborhoods(list(roster), count, seed),
+        group_threshold(setup.settings, len(roster)),
+        threshold_of(setup.settings, len(roster)),
+    )
 
 
 def pair_mask(setup: RoundSetup, secret: bytes, public: bytes) -> bytes:

@@ -1,17 +1,18 @@
-"""The messages of the four stages, as bytes.
+"""The messages of the five stages, as bytes.
 
 | stage | client to server | server to client |
 |---|---|---|
 | advertise | `Advertisement` | `Roster`: all advertisements |
 | share keys | sealed shares by receiver | sealed shares by sender |
-| masked input | the masked vector | `UnmaskRequest` |
+| masked input | the masked vector | `Stayed`: who shared keys, and whose vector arrived |
+| confirm | a signature of that | all signatures |
 | unmask | `UnmaskedShares` | |
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,6 +27,7 @@ T = TypeVar("T")
 Sign = Callable[[bytes], bytes]  # message -> signature
 Verify = Callable[[str, bytes, bytes], bool]  # client, message, signature -> whether it is the client's
 VECTOR = "masked"
+SHARED, MASKED = 1, 2  # how far a client came; 0: it shared no keys
 SEED, KEY = b"s", b"k"  # kinds of shares: of the seed of a client's own mask, and of its private mask key
 
 
@@ -137,35 +139,56 @@ def read_vector(data: bytes, length: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class UnmaskRequest:
-    """Which secrets the server needs shares of.
+class Stayed:
+    """Which clients of the roster stayed for how long. All clients of a round must get the same lists.
 
     Attributes:
-        survivors: Clients whose masked vector arrived: shares of the seed of their own mask.
-        dropped: Clients whose vector did not arrive: shares of their private mask key.
+        shared: Clients whose shares were passed on.
+        masked: Those of them whose masked vector arrived.
     """
 
-    survivors: tuple[str, ...]
-    dropped: tuple[str, ...]
+    shared: frozenset[str]
+    masked: frozenset[str]
 
-    def to_bytes(self) -> bytes:
-        """Encode the message."""
-        fields = [(SEED, name) for name in self.survivors] + [(KEY, name) for name in self.dropped]
-        return write_message("Q", [field for kind, name in fields for field in (kind, name.encode())])
+    def to_bytes(self, roster: Iterable[str]) -> bytes:
+        """Encode the message: one byte for each client of the roster, sorted."""
+        marks = ((name in self.shared) + (name in self.masked) for name in sorted(roster))
+        return write_message("L", [bytes(marks)])
 
     @staticmethod
-    def from_bytes(data: bytes) -> UnmaskRequest:
+    def from_bytes(data: bytes, roster: Collection[str]) -> Stayed:
         """Decode the message.
 
         Raises:
-            ProtocolError: If a client is listed twice: that would ask for both of its secrets.
+            ProtocolError: If it does not say one of three things of each client of the roster.
         """
-        pairs = list(records("Q", read_message("Q", data), (1, None)))
-        kinds = _distinct([(read_name(name), kind) for kind, name in pairs])
-        if wrong := set(kinds.values()) - {SEED, KEY}:
-            raise ProtocolError(f"a request asks for shares of the unknown kind {min(wrong)!r}")
-        survivors, dropped = (tuple(name for name, of in kinds.items() if of == kind) for kind in (SEED, KEY))
-        return UnmaskRequest(survivors, dropped)
+        fields = read_message("L", data)
+        if len(fields) != 1 or len(fields[0]) != len(roster) or max(fields[0]) > MASKED:
+            raise ProtocolError(f"the lists of clients that stayed are not about the {len(roster)} of the roster")
+        marks = list(zip(sorted(roster), fields[0], strict=True))
+        return Stayed(*(frozenset(name for name, mark in marks if mark >= least) for least in (SHARED, MASKED)))
+
+    def signed_part(self, context: bytes, roster: bytes) -> bytes:
+        """Return the bytes that a client signs. They include the round and all keys of its roster."""
+        lists = self.to_bytes(read_roster(roster))
+        return write_message("F", [context, hashlib.sha256(roster).digest(), lists])
+
+
+def write_signatures(signatures: Mapping[str, bytes], masked: Iterable[str]) -> bytes:
+    """Encode the signatures of those whose vector arrived, sorted by name; empty ones of those that sent none."""
+    return write_message("V", [signatures.get(name, b"") for name in sorted(masked)])
+
+
+def read_signatures(data: bytes, masked: Collection[str]) -> dict[str, bytes]:
+    """Decode the signatures of those whose vector arrived.
+
+    Raises:
+        ProtocolError: If there is not one field for each of them.
+    """
+    fields = read_message("V", data)
+    if len(fields) != len(masked):
+        raise ProtocolError(f"there are {len(fields)} signatures of {len(masked)} clients")
+    return dict(zip(sorted(masked), fields, strict=True))
 
 
 @dataclass(frozen=True)

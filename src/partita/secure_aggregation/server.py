@@ -15,26 +15,27 @@ from partita.secure_aggregation.key_agreement import derive, public_key
 from partita.secure_aggregation.masks import add_mask
 from partita.secure_aggregation.messages import (
     Advertisement,
+    Stayed,
     UnmaskedShares,
-    UnmaskRequest,
     commit,
     read_sealed,
     read_vector,
     write_roster,
     write_sealed,
+    write_signatures,
 )
 from partita.secure_aggregation.round_setup import RoundSetup
 from partita.secure_aggregation.secret_sharing import recover
 
-Stage = Literal["advertise", "share_keys", "mask", "unmask"]
+Stage = Literal["advertise", "share_keys", "mask", "confirm", "unmask"]
 
 
 class SecureServer:
     """The server in one round.
 
     `add_*` takes a client's message of a stage and raises ProtocolError if it is not acceptable; the client is then
-    treated as one that dropped out. The first call of `roster`, `inbox` or `request` ends the stage before it: later
-    messages of that stage are refused.
+    treated as one that dropped out. The first call of `roster`, `inbox`, `lists` or `signatures` ends the stage before
+    it: later messages of that stage are refused.
 
     Attributes:
         setup: The public facts of the round.
@@ -51,6 +52,7 @@ class SecureServer:
         self._sealed: dict[str, dict[str, bytes]] = {}  # sender -> receiver -> sealed shares
         self._masked: list[str] = []
         self._total: torch.Tensor | None = None
+        self._confirmed: dict[str, bytes] = {}
         self._unmasked: dict[str, UnmaskedShares] = {}
         self._closed: set[Stage] = set()
 
@@ -127,8 +129,8 @@ class SecureServer:
         self._total = vector if self._total is None else self._total.add_(vector)  # wraps around
         self._masked.append(client)
 
-    def request(self, client: str) -> bytes:
-        """Return the request for shares to a client whose vector arrived.
+    def lists(self) -> bytes:
+        """Return who stayed so far, for each client whose vector arrived.
 
         Raises:
             TooFewClients: If the vectors of too few clients arrived.
@@ -136,20 +138,35 @@ class SecureServer:
         if "mask" not in self._closed:
             self._closed.add("mask")
             self._need_enough(self._masked, "sent their vector")
-        group = [peer for peer in self.groups.group(client) if peer in self._sealed]
-        arrived = set(self._masked)
-        asked = UnmaskRequest(
-            tuple(peer for peer in group if peer in arrived), tuple(peer for peer in group if peer not in arrived)
-        )
-        message = asked.to_bytes()
+        message = Stayed(frozenset(self._sealed), frozenset(self._masked)).to_bytes(self.groups.roster)
         self.down["mask"] += len(message)
+        return message
+
+    def add_confirmed(self, client: str, data: bytes) -> None:
+        """Add a client's signature of the lists."""
+        self._receive("confirm", client, data, client in self._confirmed)
+        if client not in self._masked:
+            raise ProtocolError(f"{client} confirmed a sum without having sent a vector")
+        self._confirmed[client] = data
+
+    def signatures(self) -> bytes:
+        """Return all signatures of the lists, for each client that confirmed them.
+
+        Raises:
+            TooFewClients: If too few clients did.
+        """
+        if "confirm" not in self._closed:
+            self._closed.add("confirm")
+            self._need_enough(self._confirmed, "confirmed the sum")
+        message = write_signatures(self._confirmed, self._masked)
+        self.down["confirm"] += len(message)
         return message
 
     def add_unmasked(self, client: str, data: bytes) -> None:
         """Add a client's shares of the secrets of its group."""
         self._receive("unmask", client, data, client in self._unmasked)
-        if client not in self._masked:
-            raise ProtocolError(f"{client} sent shares without having sent a vector")
+        if client not in self._confirmed:
+            raise ProtocolError(f"{client} sent shares without having confirmed the sum")
         self._unmasked[client] = UnmaskedShares.from_bytes(data)
 
     def sum(self) -> torch.Tensor:
@@ -194,7 +211,7 @@ class SecureServer:
         return self.groups.neighbors[client]
 
     def _need_enough(self, clients: Mapping[str, object] | list[str], what: str) -> None:
-        """Stop early if some group is too small: its secrets could not be recovered, or its clients would refuse."""
+        """Stop early if a group or the round is too small: secrets would be lost, or the clients would refuse."""
         there = set(clients)
         for client in sorted(there):
             group = self.groups.group(client)
@@ -204,8 +221,11 @@ class SecureServer:
                     f"in the group of {client}, and the threshold is {self.groups.threshold}; lower "
                     "secure_aggregation.threshold, or have fewer dropouts"
                 )
-        if not there:
-            raise TooFewClients(f"none of {len(self.groups.roster)} clients {what}")
+        if len(there) < self.groups.needed:
+            raise TooFewClients(
+                f"{len(there)} of {len(self.groups.roster)} clients {what}, and the threshold is {self.groups.needed}; "
+                "lower secure_aggregation.threshold, or have fewer dropouts"
+            )
 
     def _receive(self, stage: Stage, client: str, data: bytes, again: bool) -> None:
         self.up[stage] += len(data)

@@ -12,6 +12,7 @@ from typing import Any
 from partita.core.client import ClientError
 from partita.core.client_rule import PrivacyRelease
 from partita.core.plan import Plan
+from partita.engines import secure_setup
 from partita.engines.flower.client import JobKind
 from partita.engines.flower.messages import SiteRequest
 from partita.engines.flower.outgoing import Outgoing
@@ -282,7 +283,9 @@ def _secure_aggregation(policy: Policy, terms: Terms) -> Finding:
     least = int(settings.min_clients)
     short = wanted.required and least < wanted.min_clients
     why = f"secure_aggregation.min_clients is {wanted.min_clients}; raise it in the experiment" if short else ""
-    return Finding("the server sees", f"sums of at least {least} updates", why)
+    run = terms.experiment.run
+    known = secure_setup.protection(run, run.cohort_size(len(terms.experiment.federation.clients)))
+    return Finding("the server sees", f"sums of at least {least} updates, {known}", why)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
-"""The server's side of secure aggregation: the four stages of a round as four exchanges of messages.
+"""The server's side of secure aggregation: the five stages of a round as five exchanges of messages.
 
-The job travels with the third exchange, so a round has three exchanges more than one in clear. A client that does not
+The job travels with the third exchange, so a round has four exchanges more than one in clear. A client that does not
 answer a stage is not asked for the next one.
 """
 
@@ -83,13 +83,21 @@ class SecureExchange:
         yield self._finish(failure)
 
     def _finish(self, failure: str | None) -> SecureSum:
-        """Ask those whose vector arrived for their shares, and unmask the sum."""
+        """Let those whose vector arrived confirm the same sum, ask them for their shares, and unmask it."""
         if failure is None:
+            stages: list[tuple[Stage, Callable[[], bytes], Callable[[str, bytes], None]]] = [
+                ("confirm", self.server.lists, self.server.add_confirmed),
+                ("unmask", self.server.signatures, self.server.add_unmasked),
+            ]
+            left = list(self.server.survivors)
             try:
-                requests = {client: self.server.request(client) for client in self.server.survivors}
-                for client, lost in self._exchange("unmask", requests, self.server.add_unmasked):
-                    if lost:  # its update is in the sum all the same
-                        _log.warning("client '%s' did not help to unmask the sum: %s", client, lost.reason)
+                for stage, message, add in stages:
+                    messages, left = {client: message() for client in left}, []
+                    for client, lost in self._exchange(stage, messages, add):
+                        if lost:  # its update is in the sum all the same
+                            _log.warning("client '%s' did not help to unmask the sum: %s", client, lost.reason)
+                        else:
+                            left.append(client)
             except TooFewClients as error:
                 failure = str(error)
         like = next(iter(self.jobs.values())).params

@@ -29,8 +29,7 @@ from partita.engines.flower.site_files import lock, read_record
 from partita.secure_aggregation.client import SecureClient
 from partita.secure_aggregation.eligibility import check_plans
 from partita.secure_aggregation.fixed_point import OutOfRange
-from partita.secure_aggregation.messages import UnmaskRequest, read_roster
-from partita.secure_aggregation.neighbors import count_neighbors
+from partita.secure_aggregation.messages import Sign, Verify, read_roster
 from partita.secure_aggregation.round_setup import RoundSetup
 from partita.secure_aggregation.signatures import ssh_signer, ssh_verifier
 from partita.storage import atomic_files
@@ -76,6 +75,8 @@ def answer(stage: Stage, site: Site, content: RecordDict, accept: Accept, train:
             raise ClientError(site.client, f"was asked to '{stage}' twice or too early; each stage happens once")
         if stage == "share_keys":
             reply = secure.share_keys(data)
+        elif stage == "confirm":
+            reply = secure.confirm(data)
         elif stage == "unmask":
             reply = secure.unmask(data)
         else:
@@ -151,17 +152,8 @@ class SecureRound:
 
     def advertise(self) -> bytes:
         """Return the client's public keys, signed if the experiment lists the clients' long-term keys."""
-        signers = self.client.setup.settings.signers
-        if signers is None:
-            return self.client.advertise()
-        if self.site.key is None:
-            raise ClientError(
-                self.site.client,
-                "the experiment has secure_aggregation.signers, but the site has no private key; add key=PATH to its "
-                "node config",
-            )
-        sign, verify = ssh_signer(self.site.key), ssh_verifier(signers)
-        if not verify(self.site.client, b"", sign(b"")):
+        sign, verify = self._sign(), self._verify()
+        if sign and verify and not verify(self.site.client, b"", sign(b"")):
             raise ClientError(self.site.client, "its private key is not the one in secure_aggregation.signers")
         return self.client.advertise(sign)
 
@@ -175,17 +167,14 @@ class SecureRound:
             )
         infos = {name: RoundInfo(round, run.rounds, name, self.record["signal"]) for name in sorted(names)}
         check_plans(run, round, ((name, plan_for(run.method.plan, self.site.model, infos[name])) for name in infos))
-        self.record["sees_all"] = count_neighbors(self.client.setup.settings, len(names)) == len(names) - 1
-        signers = self.client.setup.settings.signers
-        return self.client.share_keys(roster, None if signers is None else ssh_verifier(signers))
+        return self.client.share_keys(roster, self._verify())
 
     def mask(self, inbox: bytes, update: Update) -> bytes:
         """Return the masked update."""
         try:
-            # A site that sees all survivors never unmasks another sum of the round. Equal noise makes a round that is
-            # started again the same sum, which reveals nothing more. Else the session is a part of the noise.
-            attempt = secure_setup.ONE_SUM if self.record["sees_all"] else None
-            vector = secure_setup.encode(self.site.run, self.client.setup, update, attempt)
+            # A site never confirms another sum of the round. Equal noise makes a round that is started again the same
+            # sum, which reveals nothing more.
+            vector = secure_setup.encode(self.site.run, self.client.setup, update, secure_setup.ONE_SUM)
         except OutOfRange as error:
             # The text quotes a number of the update, which the server must not learn.
             _log.warning("the update of this round cannot be masked: %s", error)
@@ -194,25 +183,42 @@ class SecureRound:
             ) from None
         return self.client.mask(inbox, vector)
 
-    def unmask(self, request: bytes) -> bytes:
-        """Return the shares that unmask the sum of these survivors, and never those for another sum of this round.
+    def confirm(self, lists: bytes) -> bytes:
+        """Check and sign who is in the sum, and never another sum of this round.
 
         Training repeats exactly if a server starts again and asks for a round again. If one sum had a client and the
-        other not, their difference would be the update of that client. A site sees all survivors only if all clients
-        are its neighbors; if not, it unmasks a round in one session only.
+        other not, their difference would be the update of that client. Two confirmed sums of the same clients have an
+        honest client in common that signed both lists, so they are the same.
         """
-        survivors = sorted(UnmaskRequest.from_bytes(request).survivors)
-        shares = self.client.unmask(request)
-        of_sum = survivors if self.record["sees_all"] else [self.client.setup.context.hex()]
-        digest = hashlib.sha256(json.dumps(of_sum).encode()).hexdigest()
+        signature = self.client.confirm(lists, self._sign())
+        digest = hashlib.sha256(json.dumps(self.client.survivors).encode()).hexdigest()
         if not answered_rounds.claim(self.site.folder / UNMASKED, self.record["round"], digest):
             raise ClientError(
                 self.site.client,
-                f"has unmasked round {self.record['round']} for other clients before; two sums of a round would reveal "
-                "the update of a client that is in one of them. Continue when the same clients take part, or start a "
-                "run with another seed",
+                f"has confirmed round {self.record['round']} for other clients before; two sums of a round would "
+                "reveal the update of a client that is in one of them. Continue when the same clients take part, or "
+                "start a run with another seed",
             )
-        return shares
+        return signature
+
+    def unmask(self, signatures: bytes) -> bytes:
+        """Return the shares that unmask the sum that enough sites confirmed."""
+        return self.client.unmask(signatures, self._verify())
+
+    def _sign(self) -> Sign | None:
+        if self.client.setup.settings.signers is None:
+            return None
+        if self.site.key is None:
+            raise ClientError(
+                self.site.client,
+                "the experiment has secure_aggregation.signers, but the site has no private key; add key=PATH to its "
+                "node config",
+            )
+        return ssh_signer(self.site.key)
+
+    def _verify(self) -> Verify | None:
+        signers = self.client.setup.settings.signers
+        return None if signers is None else ssh_verifier(signers)
 
     def _setup(self) -> RoundSetup:
         site, record = self.site, self.record
