@@ -27,6 +27,7 @@ from partita.engines.flower.prefork_server import start_prefork_server
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import builder, flower_app, run_folder
 from partita.experiment.config import load
+from partita.site.answering import REASON
 
 LONG = 300.0  # seconds; nothing takes this long, even on a busy machine
 
@@ -119,25 +120,27 @@ def test_app_of_the_server_runs_under_flower_and_never_at_a_site(tmp_path: Path)
         tls = "--ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key"
         launch("link", program("flower-superlink", f"{tls} --enable-supernode-auth --port {port}"))
         wait_until("the SuperLink is up", lambda: said("link", "Application startup complete"))
-        for key in (f"{kit.site.node_key}.pub", str(tmp_path / "plain.key.pub")):
-            subprocess.run(
-                program("flwr", f"supernode register {key} group"), env=environment, check=True, capture_output=True
-            )
+        for name, key in (("c1", kit.site.node_key), ("c0", tmp_path / "plain.key")):
+            words = f"supernode register {key}.pub group --name {name}"
+            subprocess.run(program("flwr", words), env=environment, check=True, capture_output=True)
         # Only now: a SuperNode with an unknown key stops at once.
         site = launch("site", [sys.executable, "-m", "partita", "site", "run", str(kit.folder)])
         node = f"--root-certificates ca.crt --auth-supernode-private-key plain.key --superlink 127.0.0.1:{port}"
         own = f'--port {plain_port} --node-config \'client="c0" folder="{plain}"\''
         launch("plain", program("flower-supernode", f"{node} {own}"), FLWR_HOME=str(plain))
-        settings = f'deadline={LONG} folder="{tmp_path / "run"}"'
-        ran = subprocess.run(
-            program("flwr", f"run app group --stream --run-config {shlex.quote(settings)}"),
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            timeout=LONG,
-        )
-        assert run_folder.finished(tmp_path / "run"), ran.stdout.decode() + ran.stderr.decode()
-        assert site.poll() is None
+
+        def run_app(folder: str) -> None:
+            settings = f'deadline={LONG} folder="{tmp_path / folder}"'
+            words = f"run app group --stream --run-config {shlex.quote(settings)}"
+            ran = subprocess.run(
+                program("flwr", words), cwd=tmp_path, env=environment, capture_output=True, timeout=LONG
+            )
+            assert run_folder.finished(tmp_path / folder), ran.stdout.decode() + ran.stderr.decode()
+            assert site.poll() is None
+
+        run_app("run")
+        kit.allow('[leave]\nroles = ["mlp"]\n')  # a person has changed their mind, and the server asks all the same
+        run_app("more")
         # Another program of this machine cannot take the site's tasks.
         client = RuntimeHttpClient.from_server_address(
             f"127.0.0.1:{task_port(kit)}", True, None, [RuntimeVersionHttpInterceptor(component_name="flwr-clientapp")]
@@ -151,8 +154,12 @@ def test_app_of_the_server_runs_under_flower_and_never_at_a_site(tmp_path: Path)
     rows = [json.loads(line) for line in (tmp_path / "run" / run_folder.ROWS).read_text().splitlines()]
     assert [(sorted(row["cohort"]), row["lost"]) for row in rows] == [(["c0", "c1"], {})] * 4
     lines = kit.log.lines()
-    assert [line["kind"] for line in lines] == ["started", "name", "left", "left", "left", "left", "stopped"]
+    kinds = [line["kind"] for line in lines]
+    assert kinds == ["started", "name", *["left"] * 4, "name", *["refused"] * 4, "stopped"]
     assert len({line["app"] for line in lines[1:-1]}) == 1
+    assert all("[leave] does not allow" in line["reason"] for line in lines if line["kind"] == "refused")
+    lost = [json.loads(line)["lost"] for line in (tmp_path / "more" / run_folder.ROWS).read_text().splitlines()]
+    assert lost == [{"c1": REASON}] * 4, "the server is told nothing but that"
     assert "The policy covers all." in (tmp_path / "site.log").read_text()
     built = builder.build(load(kit.site.experiment_file))
     away = Availability(trace={(number, "c2"): 0.0 for number in range(4)})
