@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from partita.cli.config_file import TrustCode, look
+from partita.cli.options import TrustCode, look
 from partita.storage.safe_text import printable
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from partita.cli.config_file import TrustCode
+from partita.cli.options import TrustCode
 from partita.cli.round_choice import parse_round
 from partita.storage.safe_text import printable
 

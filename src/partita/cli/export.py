@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from partita.cli.config_file import TrustCode
+from partita.cli.options import TrustCode
 from partita.cli.round_choice import parse_round
 from partita.storage.safe_text import path_component, printable
 

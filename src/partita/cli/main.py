@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.console import Console
 
 from partita.cli import budget as budget_command
 from partita.cli import check as check_command
+from partita.cli import compare as compare_command
 from partita.cli import config as config_command
 from partita.cli import configs, describe, flower, new, site_doctor, sites
 from partita.cli import evaluate as evaluate_command
@@ -28,15 +28,32 @@ from partita.cli import split as split_command
 from partita.cli import track as track_command
 from partita.cli import tune as tune_command
 from partita.cli import watch as watch_command
-from partita.cli.completion import complete_method, complete_methods
-from partita.cli.config_file import TrustCode, look
+from partita.cli.compare import print_comparison
+from partita.cli.completion import complete_method
 from partita.cli.lazy_imports import import_lazily, lighten_transformers
-from partita.cli.progress import Verbosity, follow, follow_all
+from partita.cli.options import (
+    Changes,
+    ConfigFile,
+    Json,
+    Markdown,
+    MetricName,
+    Quiet,
+    Report,
+    Rounds,
+    TrustCode,
+    Verbose,
+    check_metric,
+    load_config,
+    load_recorded_config,
+    verbosity_of,
+    with_rounds,
+)
+from partita.cli.progress import follow
 from partita.cli.stopping import Stopped, stop_on_signals
 from partita.storage.safe_text import printable
 
 if TYPE_CHECKING:
-    from partita.experiment.config import Config
+    pass
 
 app = typer.Typer(
     help="Federated fine-tuning of Transformers: say which parts train, which travel, and which stay.",
@@ -62,22 +79,6 @@ watch_command.register(app)
 split_command.register(app)
 tune_command.register(app)
 track_command.register(app)
-
-ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="Experiment config (TOML).")]
-Changes = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a config key, e.g. --set method.mu=0.1. Repeatable.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
-Report = Annotated[bool, typer.Option("--report", help="Also write the HTML report.")]
-Rounds = Annotated[int | None, typer.Option(help="Number of rounds; short for --set rounds=N.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and the final table.")]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Print every round, with bytes and drift, and how it is computed.")
-]
-MetricName = Annotated[
-    str | None, typer.Option("--metric", help="Recorded metric to compare. Default: the task's own.")
-]
 
 
 def _print_version(asked: bool) -> None:
@@ -114,11 +115,11 @@ def run(
     verbose: Verbose = False,
 ) -> None:
     """Run one experiment and record it in a run folder."""
-    verbosity = _verbosity(quiet, verbose)
+    verbosity = verbosity_of(quiet, verbose)
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite deletes it; choose one")
-    settings = _load(config, _with_rounds(changes, rounds))
-    _check_metric(metric, settings.evaluate.metrics)
+    settings = load_config(config, with_rounds(changes, rounds))
+    check_metric(metric, settings.evaluate.metrics)
     from partita.experiment import run_folder
     from partita.experiment.run_names import default_folder
     from partita.experiment.runner import start, start_or_resume
@@ -137,7 +138,7 @@ def run(
         done,
         verbosity,
     )
-    _print_comparison([folder], folder / "report.html" if report else None, as_json=as_json, metric=metric)
+    print_comparison([folder], folder / "report.html" if report else None, as_json=as_json, metric=metric)
 
 
 @app.command()
@@ -158,7 +159,7 @@ def resume(
 
     This reads the data, the model and all other files named in the run's config.toml.
     """
-    verbosity = _verbosity(quiet, verbose)
+    verbosity = verbosity_of(quiet, verbose)
     from partita.experiment import run_folder
 
     run_folder.require_run(folder)
@@ -167,13 +168,13 @@ def resume(
     if run_folder.finished(folder) and rounds is None:
         print(f"{folder} {run_folder.stopped(folder) or 'is finished'}; nothing to resume")
     else:
-        settings = _load_recorded(folder, trust_code)
+        settings = load_recorded_config(folder, trust_code)
         from partita.experiment.runner import resume as resume_run
 
         total = replace(settings, rounds=rounds or settings.rounds)
         done = run_folder.saved_rounds(folder)
         follow(lambda on_reply: resume_run(settings, folder, rounds, on_reply), total, folder, done, verbosity)
-    _print_comparison([folder], folder / "report.html" if report else None)
+    print_comparison([folder], folder / "report.html" if report else None)
 
 
 @app.command()
@@ -189,59 +190,14 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show which parameters one client trains, uploads, downloads and keeps in one round, with byte counts."""
-    settings = _load(config, changes, trust_code)
+    settings = load_config(config, changes, trust_code)
     from partita.experiment.preview import preview
 
     shown = preview(settings, round, client, by)
     print(json.dumps(shown.to_json(), indent=1) if as_json else shown.to_text())
 
 
-@app.command()
-def compare(
-    config: ConfigFile,
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated methods, e.g. 'fedavg,fedprox(mu=0.1)'. Differences are relative to the first.",
-            autocompletion=complete_methods,
-        ),
-    ],
-    seeds: Annotated[int, typer.Option(help="Number of seeds, counting up from the config's seed.")] = 5,
-    changes: Changes = None,
-    rounds: Rounds = None,
-    out: Annotated[Path, typer.Option(help="Folder for all runs. Existing runs are kept and resumed.")] = Path(
-        "runs/compare"
-    ),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing runs instead.")] = False,
-    jobs: Annotated[int | None, typer.Option(help="Runs in parallel. Default: one per CPU.")] = None,
-    target: Annotated[
-        float | None, typer.Option(help="Target for 'rounds to target': a fraction such as 0.9, or a perplexity.")
-    ] = None,
-    report: Report = False,
-    as_json: Json = False,
-    markdown: Markdown = False,
-    metric: MetricName = None,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> None:
-    """Run several methods with several seeds and compare them in one table."""
-    verbosity = _verbosity(quiet, verbose)
-    from partita.experiment.compare import compare_all, expand
-    from partita.experiment.config import check_paths
-
-    folders = expand(config, _with_rounds(changes, rounds), methods, seeds, out, overwrite)
-    for _, settings in folders:
-        check_paths(settings)
-    _check_metric(metric, folders[0][1].evaluate.metrics)
-    follow_all(compare_all(folders, jobs or os.cpu_count() or 1, overwrite), folders, verbosity)
-    _print_comparison(
-        [folder for folder, _ in folders],
-        out / "report.html" if report else None,
-        target,
-        as_json,
-        markdown,
-        metric=metric,
-    )
+app.command()(compare_command.compare)
 
 
 @app.command()
@@ -324,7 +280,7 @@ def report_command(
     if figures and find_spec("matplotlib") is None:
         raise ValueError("--figures needs matplotlib; install it with: pip install 'partita[report]'")
     page = out or folders[0] / "report.html"
-    _print_comparison(folders, page, target, as_json, markdown, against, "fedavg", metric, figures)
+    print_comparison(folders, page, target, as_json, markdown, against, "fedavg", metric, figures)
 
 
 @app.command(name="methods")
@@ -383,86 +339,6 @@ def ls(folder: Annotated[Path, typer.Argument(help="Folder to search.")] = Path(
     else:
         # When the output is not a terminal, rich would wrap it at 80 characters.
         Console(width=None if sys.stdout.isatty() else 10_000).print(table(rows))
-
-
-def _verbosity(quiet: bool, verbose: bool) -> Verbosity:
-    if quiet and verbose:
-        raise ValueError("--quiet and --verbose exclude each other; choose one")
-    return Verbosity.QUIET if quiet else Verbosity.VERBOSE if verbose else Verbosity.NORMAL
-
-
-def _with_rounds(changes: list[str] | None, rounds: int | None) -> list[str]:
-    return [*(changes or ()), *([] if rounds is None else [f"rounds={rounds}"])]
-
-
-def _load(config: Path, changes: list[str] | None, trust_code: bool | None = None) -> Config:
-    """Load the config and check its paths, before a command imports torch. None is for commands that run its code."""
-    from partita.experiment.gc_freeze import importing
-
-    with importing():
-        from partita.experiment.config import check_paths, load
-
-        settings = load(config, changes or ()) if trust_code is None else look(config, changes, trust_code)
-        check_paths(settings)
-        return settings
-
-
-def _load_recorded(folder: Path, trust_code: bool) -> Config:
-    from partita.experiment.gc_freeze import importing
-
-    with importing():
-        from partita.experiment.config import load_recorded
-
-        return load_recorded(folder, trust_code)
-
-
-def _check_metric(metric: str | None, own: Iterable[str] = ()) -> None:
-    """Refuse a metric that neither a task has nor the config adds, before anything runs."""
-    from partita.core.options import OptionError, closest_match
-    from partita.core.own_code import short_name
-    from partita.evaluation import METRIC_NAMES
-
-    known = {*METRIC_NAMES, *map(short_name, own)}
-    if metric is not None and metric not in known:
-        raise OptionError(f"--metric is '{metric}', which no task has; {closest_match(metric, known)}")
-
-
-def _print_comparison(
-    folders: list[Path],
-    page: Path | None,
-    target: float | None = None,
-    as_json: bool = False,
-    markdown: bool = False,
-    against: str | None = None,
-    default_baseline: str | None = None,
-    metric: str | None = None,
-    figures: Path | None = None,
-) -> None:
-    """Print the comparison table and optionally write the report and its figures.
-
-    The baseline for differences is the label `against`, which must exist; else `default_baseline` if it exists; else
-    the first label.
-    """
-    from partita import report
-    from partita.core.options import OptionError, closest_match
-
-    records = report.load_runs(folders)
-    labels = {record.label for record in records}
-    if against is not None and against not in labels:
-        raise OptionError(f"--against is '{against}', but no run has that label; {closest_match(against, labels)}")
-    recorded = {name for record in records for row in record.rows for name in row.get("test") or ()}
-    if metric is not None and metric not in recorded:
-        raise OptionError(f"--metric is '{metric}', which no run has recorded; {closest_match(metric, recorded)}")
-    records.sort(key=lambda record: record.label != (against or default_baseline))
-    comparison = report.compare(records, target, metric)
-    show = report.to_json if as_json else report.to_markdown if markdown else report.to_text
-    print(show(comparison))
-    if page:
-        written = report.page(records, page, target=target, metric=metric)
-        print(f"report: {written}", file=sys.stderr if as_json or markdown else sys.stdout)
-    if figures:
-        drawn = report.figures(records, figures, metric)
-        print(f"figures: {len(drawn)} files in {figures}", file=sys.stderr if as_json or markdown else sys.stdout)
 
 
 def _print_err(*lines: str) -> None:

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from partita.cli.config_file import TrustCode
 from partita.cli.evaluate import to_strict
+from partita.cli.options import TrustCode
 from partita.cli.round_choice import parse_round
 
 

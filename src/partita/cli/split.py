@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from partita.cli.config_file import TrustCode, look
+from partita.cli.options import TrustCode, look
 from partita.storage.safe_text import printable
 
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from partita.cli.compare import compare
+from partita.cli.options import check_metric, with_rounds
 from partita.cli.progress import Display, Verbosity, shorten
 from partita.storage.safe_text import printable
 
@@ -81,14 +83,13 @@ def tune(
         raise OptionError("partita tune needs the package 'optuna'; install it with: pip install 'partita[tune]'")
     if report and then_compare is None:
         raise OptionError("--report shows a comparison with its trials; add --then-compare SEEDS, or leave it out")
-    from partita.cli.main import _check_metric, _with_rounds, compare
     from partita.experiment.tuning import Options, chosen_methods, plan_tuning, tune_all
     from partita.report import trials
 
-    overrides = _with_rounds(changes, rounds)
+    overrides = with_rounds(changes, rounds)
     options = Options(methods, tuple(space), budget, seeds, search, metric, prune, seed, disclose_validation)
     studies = plan_tuning(config, overrides, options, out)
-    _check_metric(metric, studies[0].default.evaluate.metrics)
+    check_metric(metric, studies[0].default.evaluate.metrics)
     if disclose_validation:
         warnings.warn(trials.NOT_COVERED, stacklevel=1)
     verbosity = Verbosity.QUIET if quiet else Verbosity.NORMAL
