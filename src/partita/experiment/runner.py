@@ -437,7 +437,9 @@ def _run_rounds(
     }
     if run_folder.finished(folder) is None:
         if config.evaluate.samples:
-            samples = sample_answers(experiment, server.params)
+            model, task = experiment.model, experiment.federation.task
+            initial = tensors.to(model.initial, experiment.device)
+            samples = sample_answers(config.evaluate, model, task, initial, server.params)
             run_folder.write_json(folder / run_folder.SAMPLES, {"samples": samples})
         run_folder.write_json(folder / run_folder.RESULT, summary)
 

@@ -33,8 +33,8 @@ from partita.tasks import (
 )
 
 if TYPE_CHECKING:
-    from partita.experiment.builder import Experiment
     from partita.experiment.config import Config
+    from partita.experiment.config_tables import EvaluateConfig
 
 WRITERS = (CHAT, CHOICE, SEQ2SEQ)  # kinds whose examples have a text to write
 CLASSIFIERS = (IMAGE, MULTI_LABEL_IMAGE, IMAGE_REGRESSION, TEXT, MULTI_LABEL_TEXT, TEXT_REGRESSION, TOKENS)
@@ -80,21 +80,24 @@ def check_samples(config: Config, run: Run, model: Model, task: Task, client: st
         )
 
 
-def sample_answers(experiment: Experiment, params: Tensors) -> list[dict[str, Any]]:
+def sample_answers(
+    wanted: EvaluateConfig, model: Model, task: Task, initial: Tensors, params: Tensors
+) -> list[dict[str, Any]]:
     """Return the samples: "prompt", "reference", and what the model says "before" and "after" training.
 
     A sample of a task with images has the "image" as the address of a small PNG image, and an empty prompt.
 
     Args:
-        experiment: The experiment.
+        wanted: The table `[evaluate]` of the config.
+        model: The model.
+        task: The task, whose test set is sampled.
+        initial: All parameters before training.
         params: The server's parameters after training.
     """
-    wanted, model, test = experiment.config.evaluate, experiment.model, experiment.federation.test
-    initial = tensors.to(model.initial, experiment.device)
-    if experiment.federation.task.kind in CLASSIFIERS:
-        return _sample_predictions(experiment.federation.task, model, (initial, params), wanted.samples)
+    if task.kind in CLASSIFIERS:
+        return _sample_predictions(task, model, (initial, params), wanted.samples)
     before, after = (
-        sample_texts(model, each, test, wanted.samples, wanted.max_new_tokens or MAX_NEW_TOKENS)
+        sample_texts(model, each, task.test, wanted.samples, wanted.max_new_tokens or MAX_NEW_TOKENS)
         for each in (initial, params)
     )
     return [

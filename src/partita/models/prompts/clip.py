@@ -58,6 +58,7 @@ def clip(
     from partita.models import loading
     from partita.models.architectures.dual_encoders import check_dual_encoder, full_length
     from partita.models.prompts.dual_encoder import freeze
+    from partita.models.prompts.registry import KINDS
 
     check_has_images(task)
     kind = getattr(torch, dtype)
@@ -74,7 +75,7 @@ def clip(
         loading.check_images(path, config, task)
         module: Any = loading.load_module(path, config, AutoModel, key, has_head=False, fresh_head=False)
         length = full_length(module.text_model.config)
-        return freeze(config.model_type, module, _tokenizer(path, length), task.classes, template, kind)
+        return freeze(config.model_type, module, _tokenizer(path, length), task.classes, template, kind, KINDS)
     assert shape is not None
     new = getattr(task, "new", None)  # random towers need a token for each word of the new classes too
     classes = (*task.classes, *(new.classes if new else ()))
@@ -82,7 +83,7 @@ def clip(
     words = sorted({word for text in (template.format(""), *names) for word in _words(text)})
     with seeded(key):
         module = CLIPModel(_config(shape, task, len(words)))
-    return freeze(f"random {shape} clip", module, _word_tokenizer(words), task.classes, template, kind)
+    return freeze(f"random {shape} clip", module, _word_tokenizer(words), task.classes, template, kind, KINDS)
 
 
 def _tokenizer(path: str, length: int | None) -> Tokenize:

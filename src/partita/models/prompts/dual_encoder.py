@@ -38,6 +38,7 @@ class DualEncoder(Model):
         initial: Initial value of the temperature, as a log scale.
         tags: Tags of the temperature.
         template: Text of a class, with {} for its name.
+        kinds: By name, what makes a model with trainable prompts or adapters from this one.
     """
 
     name: str
@@ -47,6 +48,7 @@ class DualEncoder(Model):
     initial: Tensors
     tags: Mapping[str, Names]
     template: str
+    kinds: Mapping[str, Callable[..., Model]]
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return self.compare(params, self.image_features(inputs)[:, 0], self.precomputed["texts"])
@@ -69,11 +71,9 @@ class DualEncoder(Model):
 
     def prompted(self, kind: str, key: Key, **options: Any) -> Model:
         """Return a model with trainable prompts or adapters of the given kind."""
-        from partita.models.prompts.registry import KINDS
-
-        if kind not in KINDS:
-            raise ModelError(f"unknown kind of prompts '{kind}'; {closest_match(kind, KINDS)}")
-        return KINDS[kind](self, key, **options)
+        if kind not in self.kinds:
+            raise ModelError(f"unknown kind of prompts '{kind}'; {closest_match(kind, self.kinds)}")
+        return self.kinds[kind](self, key, **options)
 
     def for_classes(self, classes: tuple[str, ...]) -> DualEncoder:
         return replace(self, precomputed=_encode_classes(self, classes))
@@ -234,7 +234,13 @@ class DualEncoder(Model):
 
 
 def freeze(
-    name: str, module: Any, tokenize: Tokenize, classes: Sequence[str], template: str, dtype: torch.dtype
+    name: str,
+    module: Any,
+    tokenize: Tokenize,
+    classes: Sequence[str],
+    template: str,
+    dtype: torch.dtype,
+    kinds: Mapping[str, Callable[..., Model]],
 ) -> DualEncoder:
     """Build a DualEncoder from a module and encode the classes once.
 
@@ -247,6 +253,7 @@ def freeze(
         classes: Class names. Underscores are replaced by spaces.
         template: Text of a class, with {} for its name.
         dtype: Dtype of the towers.
+        kinds: By name, what makes a model with trainable prompts or adapters.
 
     Raises:
         ModelError: If the template does not have exactly one {}, a tower is not supported, two classes have the same
@@ -260,7 +267,7 @@ def freeze(
     scale = module.logit_scale.detach().float().reshape(()).clone()  # SigLIP's has the shape (1,)
     module.to(dtype)
     use_attention(module)
-    towers = DualEncoder(name, module, tokenize, {}, {SCALE: scale}, {SCALE: frozenset({"head"})}, template)
+    towers = DualEncoder(name, module, tokenize, {}, {SCALE: scale}, {SCALE: frozenset({"head"})}, template, kinds)
     towers.precomputed.update(_encode_classes(towers, classes))
     return towers
 
