@@ -120,7 +120,6 @@ def test_commands_import_only_what_they_compute_with(tmp_path: Path) -> None:
     assert brought_by(words) == {"torch", "numpy", "sympy"}
     assert brought_by(["report", tmp_path / "digits"]) == set()
     assert brought_by(["ls", tmp_path]) == set()
-    assert brought_by(["export", tmp_path / "digits", "--to", tmp_path / "vit"]) >= {"transformers"}
     rows = "".join(f"pain in the {('left', 'right')[place % 2]} arm,{place % 2}\n" for place in range(60))
     (tmp_path / "notes.csv").write_text(f"text,label\n{rows}")
     (tmp_path / "notes.toml").write_text(NOTES.format(data=tmp_path / "notes.csv", model=write_encoder(tmp_path / "m")))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import re
 import shutil
 import tomllib
@@ -98,7 +97,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
         f"newest state of c{number}": lambda folder, number=number: list_checksummed(folder / "clients" / f"c{number}")[
             -1
         ]  # type: ignore[misc]
-        for number in range(3)
+        for number in range(2)
     },
     "older state": lambda folder: max((folder / "clients").iterdir(), key=lambda path: len(list_checksummed(path))),
 }
@@ -110,7 +109,7 @@ def flip(data: bytes, share: float) -> bytes:
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    **{f"flip at {share:.0%}": lambda data, share=share: flip(data, share) for share in (0, 0.2, 0.5, 0.8, 1)},  # type: ignore[misc]
+    **{f"flip at {share:.0%}": lambda data, share=share: flip(data, share) for share in (0.2, 0.5, 1)},  # type: ignore[misc]
     "cut": lambda data: data[: len(data) // 2],
     "zero": lambda data: bytes(len(data)),
     "empty": lambda data: b"",
@@ -171,12 +170,17 @@ def test_damaged_file_is_named_or_does_not_change_the_result(
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("other", ["seed", "method"])
 @pytest.mark.parametrize(
-    ("kind", "keeps_name"),
+    ("kind", "keeps_name", "other"),
     [
-        *((kind, True) for kind in KINDS if kind != ".lock"),
-        *((kind, False) for kind in KINDS if "state" in kind or "checkpoint" in kind),
+        *((kind, True, "seed") for kind in KINDS if kind != ".lock"),
+        *(
+            (kind, keeps, "method")
+            for kind in KINDS
+            if "state" in kind or "checkpoint" in kind
+            for keeps in (True, False)
+        ),
+        *((kind, False, "seed") for kind in KINDS if "state" in kind or "checkpoint" in kind),
     ],
 )
 def test_file_of_another_run_is_named_or_does_not_change_the_result(
@@ -350,12 +354,12 @@ def run_on_full_disk(config: Config, folder: Path, fail_at: int | None, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
-def test_full_disk_at_any_write_loses_nothing(every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_at_any_write_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every second write, so that all kinds of files are met in one round or the other."""
     config = settings(rounds=2)
     count = run_on_full_disk(config, tmp_path / "whole", None, monkeypatch)
     assert count > 20
-    for call in range(random.Random(every).randrange(every), count, every):
+    for call in range(1, count, 2):
         folder = tmp_path / str(call)
         run_on_full_disk(config, folder, call, monkeypatch)
         assert not list(folder.rglob("*.part"))

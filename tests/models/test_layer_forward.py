@@ -154,15 +154,15 @@ def test_one_program_serves_all_layers_that_are_alike(case: str) -> None:
 
 @pytest.mark.slow
 def test_parts_that_do_not_train_need_one_more_program() -> None:
-    """Of the same layer. test_compiled_layers.py freezes a part of several layers."""
-    model = make_model("llama-lm", ("embedding",), {"num_hidden_layers": 1}).low_rank(2, 4.0, ("query",), Key(0))
+    """Of one client; test_compiled_layers.py freezes a part of a layer in a block."""
+    model = make_model("llama-lm", ("embedding",), {"num_hidden_layers": 3}).low_rank(2, 4.0, ("query",), Key(0))
     compiler, counts = CountingCompiler(), []
     with compiled_layers(compiler):
         for frozen in ("", "query", "", "query"):
-            found = block_gradients(model, 2, *batch_of("llama-lm"), frozen=frozen)
+            found = block_gradients(model, 1, *batch_of("llama-lm"), frozen=frozen)
             counts.append(compiler.programs)
-    assert counts == [1, 2, 2, 2]
-    assert close(found, block_gradients(model, 2, *batch_of("llama-lm"), frozen="query"), 1e-5)
+    assert counts == [2, 4, 4, 4]  # the first layer, and the others
+    assert close(found, block_gradients(model, 1, *batch_of("llama-lm"), frozen="query"), 1e-5)
 
 
 @pytest.mark.slow
