@@ -89,7 +89,7 @@ def measure(clients: int, numbers: int, dropped: int, bits: int) -> dict[str, An
         update = update_of(place, numbers)
         exact += update.delta["w"].double() * update.weight
         clock = time.process_time()
-        masked = parties[name].mask(server.inbox(name), setup.fixed_point.encode(update, layout))
+        masked = parties[name].mask(server.present(), setup.fixed_point.encode(update, layout))
         seconds["client"], clock = seconds["client"] + time.process_time() - clock, time.process_time()
         server.add_masked(name, masked)
         seconds["server"] += time.process_time() - clock
@@ -136,7 +136,7 @@ def clear_seconds(clients: int, numbers: int) -> float:
 def share_keys(
     setup: RoundSetup, clients: int, spent: dict[str, float]
 ) -> tuple[SecureServer, dict[str, SecureClient]]:
-    """The first two stages."""
+    """The first three stages."""
     server = SecureServer(setup)
     parties = {f"client-{place:02}": SecureClient(setup, f"client-{place:02}") for place in range(clients)}
     clock = time.process_time()
@@ -153,7 +153,13 @@ def share_keys(
     clock = time.process_time()
     for name, message in shares.items():
         server.add_shares(name, message)
+    inboxes = {name: server.inbox(name) for name in parties}
     spent["server"] += time.process_time() - clock
+    clock = time.process_time()
+    reports = {name: party.check(inboxes[name]) for name, party in parties.items()}
+    spent["client"] += time.process_time() - clock
+    for name, message in reports.items():
+        server.add_checked(name, message)
     return server, parties
 
 
@@ -165,7 +171,7 @@ def estimate(setup: RoundSetup, clients: int, numbers: int, dropped: int) -> dic
     for place, name in list(enumerate(parties))[:MEASURED]:
         update = update_of(place, numbers)
         clock = time.process_time()
-        masked = parties[name].mask(server.inbox(name), setup.fixed_point.encode(update, setup.layout))
+        masked = parties[name].mask(server.present(), setup.fixed_point.encode(update, setup.layout))
         seconds, clock = seconds + time.process_time() - clock, time.process_time()
         server.add_masked(name, masked)
         adding += time.process_time() - clock

@@ -47,21 +47,27 @@ def random_update(client: str, seed: int, weight: float = 10.0) -> Update:
 
 
 def share_stage(setup: RoundSetup, clients: Collection[str]) -> tuple[SecureServer, dict[str, SecureClient]]:
-    """The server and the clients after the first two stages."""
+    """The server and the clients after the first three stages."""
     server, all_clients = SecureServer(setup), {name: SecureClient(setup, name) for name in clients}
     for name, client in all_clients.items():
         server.add_advertisement(name, client.advertise())
     for name, client in all_clients.items():
         server.add_shares(name, client.share_keys(server.roster()))
+    check_stage(server, all_clients)
     return server, all_clients
+
+
+def check_stage(server: SecureServer, clients: Mapping[str, SecureClient]) -> None:
+    for name, client in clients.items():
+        server.add_checked(name, client.check(server.inbox(name)))
 
 
 def mask_stage(
     setup: RoundSetup, vectors: Mapping[str, Tensor], dropped: Collection[str] = ()
 ) -> tuple[SecureServer, dict[str, SecureClient], dict[str, bytes]]:
-    """The server and the clients after the third stage, and the masked vectors as the server saw them."""
+    """The server and the clients after the fourth stage, and the masked vectors as the server saw them."""
     server, clients = share_stage(setup, vectors)
-    seen = {name: clients[name].mask(server.inbox(name), vectors[name]) for name in vectors if name not in dropped}
+    seen = {name: clients[name].mask(server.present(), vectors[name]) for name in vectors if name not in dropped}
     for name, message in seen.items():
         server.add_masked(name, message)
     return server, clients, seen
@@ -70,7 +76,7 @@ def mask_stage(
 def run_protocol(
     setup: RoundSetup, vectors: Mapping[str, Tensor], dropped: Collection[str] = (), silent: Collection[str] = ()
 ) -> SecureServer:
-    """All five stages. `dropped` clients leave before the masked input, `silent` ones before they unmask."""
+    """All six stages. `dropped` clients leave before the masked input, `silent` ones before they unmask."""
     server, clients, _ = mask_stage(setup, vectors, dropped)
     confirm_stage(server, clients)
     unmask_stage(server, clients, silent)

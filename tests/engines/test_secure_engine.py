@@ -120,20 +120,20 @@ def test_dropouts_above_the_threshold_end_the_run_and_name_it() -> None:
         play_secure(run, availability=everyone)
 
 
-def test_a_wrong_share_skips_the_round_if_failures_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_share_costs_no_round_and_names_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     received = SecureServer.add_unmasked
 
     def lie(self: SecureServer, client: str, data: bytes) -> None:
         received(self, client, data[:-1] + bytes([data[-1] ^ 1]) if client == "c0" else data)
 
-    monkeypatch.setattr(SecureServer, "add_unmasked", lie)
     run = secured(toy_run(build("fedavg"), count=1))
-    with pytest.raises(RunError, match="at least one share is wrong"):
+    [expected] = play_secure(run)
+    monkeypatch.setattr(SecureServer, "add_unmasked", lie)
+    with pytest.raises(ClientError, match="c0 sent a wrong share of the secret of c4"):
         play_secure(run)
     [result] = play_secure(replace(run, skip_failed_clients=True))
-    assert result.skipped is not None
-    assert "at least one share is wrong" in result.skipped
-    assert distance(result.server.params, toy_model().initial) == 0
+    assert result.skipped is None
+    assert tensors.equal(result.server.params, expected.server.params)
 
 
 def test_value_out_of_range_is_the_clients_error() -> None:
@@ -192,7 +192,7 @@ def test_workers_give_the_same_bits() -> None:
 
 def test_traffic_is_that_of_the_encoded_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     up, down = [], []
-    for stage in ("add_advertisement", "add_shares", "add_masked", "add_confirmed", "add_unmasked"):
+    for stage in ("add_advertisement", "add_shares", "add_checked", "add_masked", "add_confirmed", "add_unmasked"):
         original = getattr(SecureServer, stage)
 
         def received(self: SecureServer, client: str, data: bytes, original: object = original) -> None:
@@ -200,7 +200,7 @@ def test_traffic_is_that_of_the_encoded_messages(monkeypatch: pytest.MonkeyPatch
             original(self, client, data)  # type: ignore[operator]
 
         monkeypatch.setattr(SecureServer, stage, received)
-    for stage in ("roster", "inbox", "lists", "signatures"):
+    for stage in ("roster", "inbox", "present", "lists", "signatures"):
         original = getattr(SecureServer, stage)
 
         def sent(self: SecureServer, *client: str, original: object = original) -> bytes:

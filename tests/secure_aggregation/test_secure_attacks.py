@@ -10,11 +10,9 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from secure_fixtures import (
-    SORTED,
     confirm_stage,
     mask_stage,
     names,
-    random_update,
     run_protocol,
     setup_for,
     share_stage,
@@ -24,20 +22,22 @@ from secure_fixtures import (
 from torch import Tensor
 
 from partita.core.secure_settings import SecureAggregation
-from partita.secure_aggregation.client import SecureClient
+from partita.secure_aggregation.client import SHARED, SecureClient
+from partita.secure_aggregation.curve import new_number, public_point
 from partita.secure_aggregation.encoding import ProtocolError, TooFewClients
 from partita.secure_aggregation.fixed_point import FixedPoint, Layout
 from partita.secure_aggregation.groups import pair_mask
 from partita.secure_aggregation.key_agreement import new_secret, public_key
 from partita.secure_aggregation.masks import add_mask
 from partita.secure_aggregation.messages import (
+    Report,
     Stayed,
     UnmaskedShares,
+    read_inbox,
     read_roster,
-    read_sealed,
     read_vector,
+    write_inbox,
     write_roster,
-    write_sealed,
 )
 from partita.secure_aggregation.neighbors import threshold_of
 from partita.secure_aggregation.round_setup import RoundSetup
@@ -80,9 +80,9 @@ def test_own_mask_hides_a_vector_that_arrives_after_its_client_was_declared_drop
     setup = small_setup(4, 20_000)
     vectors = {name: torch.ones(setup.layout.length, dtype=setup.dtype) for name in names(4)}
     server, clients = share_stage(setup, vectors)
-    late = clients["c003"].mask(server.inbox("c003"), vectors["c003"])
+    late = clients["c003"].mask(server.present(), vectors["c003"])
     for name in names(3):
-        server.add_masked(name, clients[name].mask(server.inbox(name), vectors[name]))
+        server.add_masked(name, clients[name].mask(server.present(), vectors[name]))
     confirm_stage(server, clients)
     unmask_stage(server, clients)
     total = server.sum()  # recovers the private mask key of c003
@@ -138,46 +138,65 @@ def test_client_masks_once_and_only_among_enough_peers() -> None:
     setup = small_setup(4, 10)
     vector = torch.ones(12, dtype=setup.dtype)
     server, clients = share_stage(setup, names(4))
-    alone = write_sealed({})
+    alone = Stayed(frozenset(["c000"]), frozenset()).to_bytes(names(4))
     with pytest.raises(TooFewClients, match="1 clients of the group of c000 shared their keys"):
         clients["c000"].mask(alone, vector)
-    clients["c000"].mask(server.inbox("c000"), vector)
+    clients["c000"].mask(server.present(), vector)
     with pytest.raises(ProtocolError, match="each stage happens once"):
-        clients["c000"].mask(server.inbox("c000"), vector)
+        clients["c000"].mask(server.present(), vector)
     with pytest.raises(ProtocolError, match="each stage happens once"):
         clients["c001"].share_keys(server.roster())
     with pytest.raises(ProtocolError, match="each stage happens once"):
         clients["c001"].advertise()
 
 
-def test_sealed_shares_cannot_be_read_moved_or_replayed() -> None:
+def test_shares_that_were_moved_replayed_or_changed_are_reported_and_not_kept() -> None:
     setup = small_setup(4, 10)
-    vector = torch.ones(12, dtype=setup.dtype)
-    server, clients = share_stage(setup, names(4))
-    inbox = read_sealed(server.inbox("c000"))
-    swapped = {**inbox, "c001": inbox["c002"], "c002": inbox["c001"]}
-    other_round, _ = share_stage(small_setup(4, 10), names(4))
-    for bad in (swapped, read_sealed(server.inbox("c003")) | {"c003": inbox["c003"]}, {**inbox, "c001": bytes(94)}):
-        bad.pop("c000", None)
-        with pytest.raises(ProtocolError, match="cannot be decrypted"):
-            clients["c000"].mask(write_sealed(bad), vector)
-    with pytest.raises(ProtocolError, match="cannot be decrypted"):
-        clients["c000"].mask(other_round.inbox("c000"), vector)
+    server, others = share_stage(setup, names(4)), share_stage(small_setup(4, 10), names(4))
+    inbox, old = (read_inbox(each[0].inbox("c000")) for each in (server, others))
+    of_c003 = read_inbox(server[0].inbox("c003"))
+    c001 = inbox["c001"]
+    changed = {
+        "a neighbor's": inbox["c002"],
+        "another client's": of_c003["c001"],
+        "another round's": old["c001"],
+        "nothing": replace(c001, sealed=b""),
+        "zeros": replace(c001, sealed=bytes(124)),
+        "other hashes": replace(c001, hashes=of_c003["c001"].hashes),
+        "another answer": replace(c001, answer=inbox["c002"].answer),
+        "another challenge": replace(c001, challenge=bytes(32)),
+    }
+    for why, parcel in changed.items():
+        fresh = SecureClient.from_bytes(setup, states(server)["c000"])
+        report = Report.from_bytes(fresh.check(write_inbox({**inbox, "c001": parcel})))
+        assert report.wrong == {"c001"}, why
+        assert set(fresh._shares) == {"c000", "c002", "c003"}, why
+    fresh = SecureClient.from_bytes(setup, states(server)["c000"])
     with pytest.raises(ProtocolError, match="not a neighbor"):
-        clients["c000"].mask(write_sealed({**inbox, "spy": inbox["c001"]}), vector)
+        fresh.check(write_inbox({**inbox, "spy": c001}))
+    assert Report.from_bytes(fresh.check(write_inbox(inbox))).wrong == set()
+
+
+def states(shared: tuple[SecureServer, dict[str, SecureClient]]) -> dict[str, bytes]:
+    """The clients as they were before they checked their shares."""
+    for client in shared[1].values():
+        client.stage = SHARED
+        client._shares = {client.name: client._shares[client.name]}
+    return {name: client.to_bytes() for name, client in shared[1].items()}
 
 
 def test_clients_with_other_settings_or_rounds_cannot_take_part() -> None:
-    one, other = setup_for(3), setup_for(3, round_id=b"run/1")
+    one, other = setup_for(4), setup_for(4, round_id=b"run/1")
     server = SecureServer(one)
-    clients = {name: SecureClient(other if name == "c002" else one, name) for name in names(3)}
+    clients = {name: SecureClient(other if name == "c003" else one, name) for name in names(4)}
     for name, client in clients.items():
         server.add_advertisement(name, client.advertise())
     for name, client in clients.items():
-        server.add_shares(name, client.share_keys(server.roster()))
-    vector = one.fixed_point.encode(random_update("c000", 1), SORTED)
-    with pytest.raises(ProtocolError, match="another round or other settings"):
-        clients["c000"].mask(server.inbox("c000"), vector)
+        shares = client.share_keys(server.roster())
+        if name != "c003":
+            server.add_shares(name, shares)
+    with pytest.raises(ProtocolError, match="c003 shares other secrets than those of its public keys"):
+        server.add_shares("c003", shares)
 
 
 def test_roster_must_hold_own_keys_and_distinct_ones() -> None:
@@ -186,7 +205,7 @@ def test_roster_must_hold_own_keys_and_distinct_ones() -> None:
     for name, client in clients.items():
         server.add_advertisement(name, client.advertise())
     roster = read_roster(server.roster())
-    foreign = replace(roster["c000"], mask_key=public_key(new_secret()))
+    foreign = replace(roster["c000"], mask_key=public_point(new_number()))
     copied = replace(roster["c001"], mask_key=roster["c002"].mask_key)
     with pytest.raises(ProtocolError, match="does not have the keys that c000 advertised"):
         clients["c000"].share_keys(write_roster({**roster, "c000": foreign}))
@@ -212,7 +231,7 @@ def test_signed_keys_stop_a_server_that_lies_about_keys(kind: str, tmp_path: Pat
     for bad in (lie, replace(lie, signature=b""), replace(lie, signature=roster["c002"].signature)):
         with pytest.raises(ProtocolError, match="keys of c001 in the roster are not signed by it"):
             clients["c000"].share_keys(write_roster({**roster, "c001": bad}), verify)
-    stranger = replace(lie, client="spy", mask_key=public_key(new_secret()))
+    stranger = replace(lie, client="spy", mask_key=public_point(new_number()))
     without = {name: each for name, each in roster.items() if name != "c002"}
     with pytest.raises(ProtocolError, match="keys of spy"):
         clients["c000"].share_keys(write_roster({**without, "spy": stranger}), verify)

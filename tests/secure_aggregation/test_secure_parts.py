@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import secrets
 import sys
 from dataclasses import replace
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from scipy.stats import hypergeom
 from secure_fixtures import SORTED, names, random_update
 
 from partita.core.secure_settings import SecureAggregation
-from partita.secure_aggregation import key_agreement
+from partita.secure_aggregation import curve, key_agreement
 from partita.secure_aggregation.encoding import ProtocolError, TooFewClients
 from partita.secure_aggregation.fixed_point import FixedPoint, Layout, OutOfRange, cast_like
 from partita.secure_aggregation.masks import add_mask
@@ -29,7 +30,7 @@ from partita.secure_aggregation.neighbors import (
     threshold_of,
     withstood,
 )
-from partita.secure_aggregation.secret_sharing import PRIME, recover, split
+from partita.secure_aggregation.secret_sharing import draw, recover, value
 
 
 @pytest.mark.parametrize("bits", [32, 64])
@@ -108,33 +109,55 @@ def test_mean_is_cast_to_the_types_of_a_mean_in_clear() -> None:
     assert cast.slots["control"]["b"].dtype == torch.float64
 
 
-def test_field_is_prime() -> None:
-    assert all(PRIME % small for small in range(2, 1000))
-    for base in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37):  # Miller-Rabin
-        odd, twos = PRIME - 1, 0
-        while odd % 2 == 0:
-            odd, twos = odd // 2, twos + 1
-        value = pow(base, odd, PRIME)
-        assert value in (1, PRIME - 1) or any(pow(base, odd << step, PRIME) == PRIME - 1 for step in range(twos))
+def shares_of(secret: int, count: int, threshold: int) -> dict[int, bytes]:
+    terms = draw(secret, threshold)
+    return {place: value(terms, place).to_bytes(32, "big") for place in range(1, count + 1)}
 
 
-@pytest.mark.parametrize("secret", [bytes(32), b"\xff" * 32, bytes(range(32))])
-def test_any_threshold_shares_give_the_secret(secret: bytes) -> None:
-    shares = dict(enumerate(split(secret, 5, 3), 1))
+@pytest.mark.parametrize("secret", [0, curve.ORDER - 1, 12345])
+def test_any_threshold_shares_give_the_secret(secret: int) -> None:
+    shares = shares_of(secret, 5, 3)
     for chosen in combinations(shares, 3):
-        assert recover({place: shares[place] for place in chosen}, 3) == secret
+        assert recover({place: shares[place] for place in chosen}, 3) == secret.to_bytes(32, "big")
     with pytest.raises(ProtocolError, match="2 shares of a secret arrived, and 3 are needed"):
         recover({1: shares[1], 2: shares[2]}, 3)
 
 
 def test_fewer_shares_fit_every_secret() -> None:
     """Perfect secrecy: for any two shares and any secret, there is a polynomial through all three points."""
-    first, second = split(bytes(range(32)), 5, 3)[:2]
-    for other in (bytes(32), b"\x01" * 32):
+    first, second = (int.from_bytes(share, "big") for share in list(shares_of(12345, 5, 3).values())[:2])
+    for other in (0, 7):
         # The value at 3 that, together with the two shares, gives the other secret.
-        values = [int.from_bytes(share, "big") for share in (first, second)]
-        third = (int.from_bytes(other, "big") - 3 * values[0] + 3 * values[1]) % PRIME
-        assert recover({1: first, 2: second, 3: third.to_bytes(33, "big")}, 3) == other
+        third = (other - 3 * first + 3 * second) % curve.ORDER
+        given = {1: first, 2: second, 3: third}
+        assert (
+            int.from_bytes(recover({at: share.to_bytes(32, "big") for at, share in given.items()}, 3), "big") == other
+        )
+
+
+def test_sums_of_points_are_those_of_the_library() -> None:
+    numbers = [1, 2, curve.ORDER - 1, *(secrets.randbelow(curve.ORDER) for _ in range(2))]
+    for one, other in product(numbers, numbers):
+        points = [curve.public_point(number.to_bytes(32, "big")) for number in (one, other)]
+        a, b = secrets.randbits(128), secrets.randbits(128)
+        total = (a * one + b * other) % curve.ORDER
+        assert curve.is_sum(total, [(a, points[0]), (b, points[1])])
+        assert not curve.is_sum(total + 1, [(a, points[0]), (b, points[1])])
+        assert curve.is_sum((one + other) % curve.ORDER, [(1, points[0]), (1, points[1])]), "double, and opposite, too"
+    for bad in (bytes(33), b"\x02" + b"\xff" * 32, b"\x02" + bytes(31) + b"\x01", b""):
+        with pytest.raises(ProtocolError, match="not a point of P-256"):
+            curve.check_point(bad)
+    for number in (bytes(32), curve.ORDER.to_bytes(32, "big")):
+        with pytest.raises(ProtocolError, match="not one of P-256"):
+            curve.public_point(number)
+
+
+def test_keys_from_numbers_are_symmetric_and_bound_to_round_and_purpose() -> None:
+    a, b = curve.new_number(), curve.new_number()
+    key = curve.agree_on(a, curve.public_point(b), b"round 1", "mask")
+    assert key == curve.agree_on(b, curve.public_point(a), b"round 1", "mask")
+    assert key != curve.agree_on(a, curve.public_point(b), b"round 2", "mask")
+    assert key != curve.agree_on(a, curve.public_point(b), b"round 1", "shares")
 
 
 @pytest.mark.parametrize(("count", "neighbors"), [(7, 4), (20, 6), (21, 8), (5, 4), (3, 2), (2, 1)])
@@ -253,10 +276,10 @@ def test_mask_is_the_stream_of_the_cipher() -> None:
 
 
 def test_error_names_the_extra_when_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    key_agreement._need.cache_clear()
+    key_agreement.need.cache_clear()
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
     try:
         with pytest.raises(ProtocolError, match=r"partita\[privacy\]"):
             key_agreement.public_key(bytes(32))
     finally:
-        key_agreement._need.cache_clear()
+        key_agreement.need.cache_clear()

@@ -66,8 +66,8 @@ def test_covered_secure_run_equals_a_local_one_and_is_logged(more: str, tmp_path
             len(terms.plan(0).up)
         }
         assert all(0 < line["bytes"] <= (terms.update_bytes(0) or 0) for line in left), name
-        assert [line["asked"] for line in kit.log.lines() if line["kind"] == "keys"][:4] == [
-            "train.advertise", "train.share_keys", "train.confirm", "train.unmask",
+        assert [line["asked"] for line in kit.log.lines() if line["kind"] == "keys"][:5] == [
+            "train.advertise", "train.share_keys", "train.check", "train.confirm", "train.unmask",
         ]  # fmt: skip
         epsilons = [line["epsilon"] for line in left]
         assert epsilons == [None] * 4 if more == SECURE else epsilons == sorted(epsilons) and epsilons[0] > 0

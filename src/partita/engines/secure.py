@@ -73,6 +73,13 @@ class _Protocol:
                 shares = client.share_keys(roster)
             with self._timed("server"):
                 self.server.add_shares(name, shares)
+        for name, client in self.clients.items():
+            with self._timed("server"):
+                inbox = self.server.inbox(name)
+            with self._timed("clients"):
+                report = client.check(inbox)
+            with self._timed("server"):
+                self.server.add_checked(name, report)
 
     def mask(self, reply: Reply) -> MaskedUpdate | ClientFailure:
         """Pass the update of a client on in masked form."""
@@ -82,15 +89,15 @@ class _Protocol:
             raise RunError(f"the engine returns a {type(reply).__name__}, which is not an update to mask")
         name = reply.client
         with self._timed("server"):
-            inbox = self.server.inbox(name)
+            lists = self.server.present()
+        if reason := self.server.expelled.get(name):
+            return self._lost(name, reason)
         try:
             with self._timed("clients"):
                 vector = secure_setup.encode(self.run, self.setup, reply, secure_setup.ONE_SUM)
-                masked = self.clients[name].mask(inbox, vector)
+                masked = self.clients[name].mask(lists, vector)
         except ProtocolError as error:
-            if not self.run.skip_failed_clients:
-                raise ClientError(name, str(error)) from error
-            return ClientFailure(name, str(error))
+            return self._lost(name, str(error))
         with self._timed("server"):
             self.server.add_masked(name, masked)
         return MaskedUpdate(name)
@@ -111,11 +118,19 @@ class _Protocol:
                     signatures = self.server.signatures()
                 with self._timed("clients"):
                     shares = self.clients[name].unmask(signatures)
-                with self._timed("server"):
-                    self.server.add_unmasked(name, shares)
+                try:
+                    with self._timed("server"):
+                        self.server.add_unmasked(name, shares)
+                except ProtocolError as error:
+                    self._lost(name, str(error))  # the right shares of others are enough
         except TooFewClients as error:
             failure = str(error)
         return secure_setup.finish(self.run, self.setup, self.server, like, self.seconds, failure)
+
+    def _lost(self, client: str, reason: str) -> ClientFailure:
+        if not self.run.skip_failed_clients:
+            raise ClientError(client, reason)
+        return ClientFailure(client, reason)
 
     @contextmanager
     def _timed(self, side: str) -> Iterator[None]:

@@ -8,15 +8,16 @@ The rest is recovered from shares: the own masks of those that stayed, and the s
 Everything here is bytes in and bytes out. Engines carry the messages:
 
     setup = RoundSetup(settings, round_id, layout, fixed_point)     # the same at all parties
-    server, client = SecureServer(setup), SecureClient(setup, name)
+    server, client = SecureServer(setup, verify), SecureClient(setup, name)
 
-    server.add_advertisement(name, client.advertise(sign))          # stage 1, each client
+    server.add_advertisement(name, client.advertise(sign))  # stage 1, each client
     roster = server.roster()
-    server.add_shares(name, client.share_keys(roster, verify))      # stage 2
+    server.add_shares(name, client.share_keys(roster, verify))  # stage 2
+    server.add_checked(name, client.check(server.inbox(name), sign))  # stage 3
     vector = setup.fixed_point.encode(update, setup.layout)         # after training
-    server.add_masked(name, client.mask(server.inbox(name), vector))      # stage 3
-    server.add_confirmed(name, client.confirm(server.lists(), sign))      # stage 4, server.survivors only
-    server.add_unmasked(name, client.unmask(server.signatures(), verify)) # stage 5
+    server.add_masked(name, client.mask(server.present(), vector))  # stage 4, server.shared only
+    server.add_confirmed(name, client.confirm(server.lists(), sign))  # stage 5, server.survivors only
+    server.add_unmasked(name, client.unmask(server.signatures(), verify))  # stage 6
     mean = setup.fixed_point.decode(server.sum(), setup.layout, len(server.survivors))
 
 - `SecureClient.to_bytes` and `from_bytes` carry a client's state from process to process. The state holds secrets: it

@@ -1,11 +1,14 @@
-"""The client's side of the protocol: five stages, each of which can happen once."""
+"""The client's side of the protocol: six stages, each of which can happen once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from partita.secure_aggregation.curve import NUMBER_BYTES, new_number, public_point
+from partita.secure_aggregation.dealing import check_values, deal
 from partita.secure_aggregation.encoding import (
     ProtocolError,
     TooFewClients,
@@ -27,24 +30,22 @@ from partita.secure_aggregation.key_agreement import (
 from partita.secure_aggregation.masks import add_mask
 from partita.secure_aggregation.messages import (
     Advertisement,
+    Report,
     Sign,
     Stayed,
     UnmaskedShares,
     Verify,
-    commit,
+    read_inbox,
     read_roster,
-    read_sealed,
     read_signatures,
     write_roster,
-    write_sealed,
     write_vector,
 )
 from partita.secure_aggregation.round_setup import RoundSetup
-from partita.secure_aggregation.secret_sharing import SHARE_BYTES, split
 
-START, ADVERTISED, SHARED, MASKED, CONFIRMED, DONE = range(6)  # what a client has done
+START, ADVERTISED, SHARED, CHECKED, MASKED, CONFIRMED, DONE = range(7)  # what a client has done
 OWN_MASK = "own mask"
-_NEXT = ("advertise", "share_keys", "mask", "confirm", "unmask")
+_NEXT = ("advertise", "share_keys", "check", "mask", "confirm", "unmask")
 
 
 @dataclass
@@ -55,9 +56,11 @@ class SecureClient:
     itself that
 
     - its own keys are in the roster unchanged, all keys are distinct, and with `verify` all are signed;
-    - it masks its vector once, and only if enough of its group are there;
-    - it confirms one list of those that stayed, which agrees with what it saw, and only if the vectors of enough of its
-      group arrived;
+    - it keeps the shares of a neighbor only if they are those that the neighbor published, and reports the others;
+    - it masks its vector once, for one list of clients that shared their keys, and only if enough of its group are
+      there;
+    - it confirms one list of those that stayed, which agrees with that, and only if the vectors of enough of its group
+      arrived;
     - it unmasks once, for this list, with `verify` only if enough others confirmed the same one, and for each peer it
       gives either the share of the seed or that of the private mask key, never both.
 
@@ -71,8 +74,8 @@ class SecureClient:
     name: str
     stage: int = START
     _cipher_secret: bytes = field(default_factory=new_secret, repr=False)
-    _mask_secret: bytes = field(default_factory=new_secret, repr=False)
-    _seed: bytes = field(default_factory=new_secret, repr=False)
+    _mask_secret: bytes = field(default_factory=new_number, repr=False)
+    _seed: bytes = field(default_factory=new_number, repr=False)
     _roster: bytes = field(default=b"", repr=False)
     _signature: bytes = field(default=b"", repr=False)
     _lists: bytes = field(default=b"", repr=False)
@@ -108,53 +111,80 @@ class SecureClient:
             if not verify(peer, its.signed_part(self.setup.context), its.signature):
                 raise ProtocolError(f"the keys of {peer} in the roster are not signed by it")
         groups = find_groups(self.setup, found, roster)
-        group = groups.group(self.name)
-        of_seed, of_key = (split(secret, len(group), groups.threshold) for secret in (self._seed, self._mask_secret))
-        sealed = {}
-        for peer, seed_share, key_share in zip(group, of_seed, of_key, strict=True):
-            if peer == self.name:
-                self._shares[peer] = seed_share, bytes(SHARE_BYTES)  # no one needs its own share of its own key
-            else:
-                key = self._cipher_key(groups, peer, sender=self.name)
-                sealed[peer] = encrypt(key, seed_share + key_share, self.setup.context)
+
+        def seal(peer: str, values: bytes) -> bytes:
+            return encrypt(self._cipher_key(groups, peer, sender=self.name), values, self.setup.context)
+
+        secrets, about = (self._seed, self._mask_secret), self.setup.context + hashlib.sha256(roster).digest()
+        dealing, own = deal(
+            self.name, groups.group(self.name), groups.threshold, secrets, self.setup.context, about, seal
+        )
+        self._shares[self.name] = own, bytes(NUMBER_BYTES)  # no one needs its own share of its own key
         self._roster = roster
         self._advance(ADVERTISED)
-        return write_sealed(sealed)
+        return dealing.to_bytes()
 
-    def mask(self, inbox: bytes, vector: torch.Tensor) -> bytes:
+    def check(self, inbox: bytes, sign: Sign | None = None) -> bytes:
+        """Keep the shares of the neighbors that are right, and report the others.
+
+        Args:
+            inbox: The server's message with the shares of the neighbors.
+            sign: Signs bytes with the client's long-term key; None for no signature.
+
+        Raises:
+            ProtocolError: If the message cannot be read, or has shares of others.
+        """
+        self._expect(SHARED)
+        groups, parcels = self._groups(), read_inbox(inbox)
+        if strange := parcels.keys() - set(groups.neighbors[self.name]):
+            raise ProtocolError(f"the inbox has shares of {min(strange)}, which is not a neighbor of {self.name}")
+        shares = {}
+        for peer, parcel in parcels.items():
+            try:
+                values = decrypt(self._cipher_key(groups, peer, sender=peer), parcel.sealed, self.setup.context)
+            except ProtocolError:
+                continue
+            names, context = (peer, self.name), self.setup.context
+            if check_values(values, parcel.hashes, parcel.challenge, parcel.answer, names, context):
+                shares[peer] = values[:NUMBER_BYTES], values[NUMBER_BYTES : 2 * NUMBER_BYTES]
+        report = Report(frozenset(parcels.keys() - shares.keys()))
+        signature = sign(report.signed_part(self.setup.context, self._roster)) if sign else b""
+        self._shares |= shares
+        self._advance(SHARED)
+        return replace(report, signature=signature).to_bytes()
+
+    def mask(self, lists: bytes, vector: torch.Tensor) -> bytes:
         """Return the masked vector.
 
         Args:
-            inbox: The server's message with the sealed shares of the neighbors.
+            lists: The server's message with the clients that shared their keys, with which masks are shared.
             vector: The vector of `FixedPoint.encode`; not changed.
 
         Raises:
             TooFewClients: If too few clients of the group are there.
-            ProtocolError: If a share cannot be decrypted, or the vector has another length or type.
+            ProtocolError: If the client is not in the lists, or the vector has another length or type.
         """
-        self._expect(SHARED)
+        self._expect(CHECKED)
         if vector.dtype != self.setup.dtype or tuple(vector.shape) != (self.setup.layout.length,):
             raise ProtocolError(
                 f"the vector is {vector.dtype} of shape {tuple(vector.shape)}; it must be {self.setup.dtype} of shape "
                 f"({self.setup.layout.length},)"
             )
-        groups, sealed = self._groups(), read_sealed(inbox)
-        if strange := sealed.keys() - set(groups.neighbors[self.name]):
-            raise ProtocolError(f"the inbox has shares of {min(strange)}, which is not a neighbor of {self.name}")
-        shares = {}
-        for peer, text in sealed.items():
-            opened = decrypt(self._cipher_key(groups, peer, sender=peer), text, self.setup.context)
-            if len(opened) != 2 * SHARE_BYTES:
-                raise ProtocolError(f"the shares of {peer} have {len(opened)} bytes, not {2 * SHARE_BYTES}")
-            shares[peer] = opened[:SHARE_BYTES], opened[SHARE_BYTES:]
-        self._need_enough(groups, len(shares) + 1, "shared their keys")
+        groups = self._groups()
+        shared = Stayed.from_bytes(lists, groups.roster).shared
+        if self.name not in shared:
+            raise ProtocolError(
+                f"the server says that {self.name} did not share its keys, but it did; it does not mask"
+            )
+        near = shared.intersection(groups.neighbors[self.name])
+        self._need_enough(groups, len(near) + 1, "shared their keys")
         masked = vector.clone(memory_format=torch.contiguous_format)
         add_mask(masked, derive(self._seed, self.setup.context, OWN_MASK), 1)
-        for peer in shares:
+        for peer in near:
             key = pair_mask(self.setup, self._mask_secret, groups.roster[peer].mask_key)
             add_mask(masked, key, 1 if self.name < peer else -1)
-        self._shares |= shares
-        self._advance(SHARED)
+        self._lists = lists
+        self._advance(CHECKED)
         return write_vector(masked)
 
     def confirm(self, lists: bytes, sign: Sign | None = None) -> bytes:
@@ -175,13 +205,12 @@ class SecureClient:
             raise ProtocolError(
                 f"the server says that {self.name} dropped out, but it sent its vector; it does not unmask"
             )
-        group = set(groups.group(self.name))
-        if wrong := (stayed.shared & group) ^ self._shares.keys():
+        if wrong := stayed.shared ^ self._stayed(groups).shared:
             raise ProtocolError(
                 f"the server says that {min(wrong)} {'shared' if min(wrong) in stayed.shared else 'did not share'} its "
-                f"keys, but its inbox told {self.name} otherwise; it does not unmask"
+                f"keys, but it told {self.name} otherwise before; it does not unmask"
             )
-        self._need_enough(groups, len(stayed.masked & group), "sent their vector")
+        self._need_enough(groups, len(stayed.masked.intersection(groups.group(self.name))), "sent their vector")
         signature = sign(stayed.signed_part(self.setup.context, self._roster)) if sign else b""
         self._lists = lists
         self._advance(MASKED)
@@ -216,7 +245,7 @@ class SecureClient:
             )
         answer = UnmaskedShares(
             {peer: seed for peer, (seed, _) in self._shares.items() if peer in stayed.masked},
-            {peer: key for peer, (_, key) in self._shares.items() if peer not in stayed.masked},
+            {peer: key for peer, (_, key) in self._shares.items() if peer in stayed.shared - stayed.masked},
         )
         self._advance(CONFIRMED)
         self._cipher_secret = self._mask_secret = self._seed = bytes(KEY_BYTES)
@@ -244,14 +273,14 @@ class SecureClient:
         _, name, stage, cipher_secret, mask_secret, seed, roster, signature, lists = fields[:9]
         shares = {
             read_name(peer): (of_seed, of_key)
-            for peer, of_seed, of_key in records("T", fields[9:], (None, SHARE_BYTES, SHARE_BYTES))
+            for peer, of_seed, of_key in records("T", fields[9:], (None, NUMBER_BYTES, NUMBER_BYTES))
         }
         secrets = cipher_secret, mask_secret, seed
         return SecureClient(setup, read_name(name), stage[0], *secrets, roster, signature, lists, shares)
 
     def _advertisement(self) -> Advertisement:
-        keys = public_key(self._cipher_secret), public_key(self._mask_secret)
-        return Advertisement(self.name, *keys, commit(self._seed, self.setup.context), self._signature)
+        points = public_point(self._mask_secret), public_point(self._seed)
+        return Advertisement(self.name, public_key(self._cipher_secret), *points, self._signature)
 
     def _stayed(self, groups: Groups) -> Stayed:
         return Stayed.from_bytes(self._lists, groups.roster)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from partita.core import serialization
+from partita.secure_aggregation.curve import NUMBER_BYTES, POINT_BYTES
+from partita.secure_aggregation.dealing import HASH_BYTES, KINDS, VALUES_BYTES
 from partita.secure_aggregation.encoding import LENGTH_BYTES
 from partita.secure_aggregation.key_agreement import KEY_BYTES, NONCE_BYTES, TAG_BYTES
 from partita.secure_aggregation.messages import VECTOR
-from partita.secure_aggregation.neighbors import count_neighbors
+from partita.secure_aggregation.neighbors import count_neighbors, group_threshold
 from partita.secure_aggregation.round_setup import RoundSetup
-from partita.secure_aggregation.secret_sharing import SHARE_BYTES
 
 START = 2  # the kind and the version of a message
 
@@ -49,14 +50,17 @@ def client_costs(setup: RoundSetup, clients: Sequence[str], client: str) -> Clie
         per_name = sum(fields) + (1 + len(fields)) * LENGTH_BYTES
         return START + sum(len(name.encode()) + per_name for name in names)
 
-    keys = (KEY_BYTES, KEY_BYTES, KEY_BYTES, 0)
-    shares = message(near, NONCE_BYTES + 2 * SHARE_BYTES + TAG_BYTES)
+    keys, hashes = (KEY_BYTES, POINT_BYTES, POINT_BYTES, 0), len(KINDS) * HASH_BYTES
+    sealed = NONCE_BYTES + VALUES_BYTES + TAG_BYTES
+    proof = 2 * LENGTH_BYTES + POINT_BYTES + group_threshold(setup.settings, len(clients)) * NUMBER_BYTES
+    dealing = message([client, *near], hashes, sealed) - sealed + proof  # none is sealed for itself
+    inbox, report = message(near, hashes, HASH_BYTES, NUMBER_BYTES, sealed), START + LENGTH_BYTES
     lists, signatures = START + LENGTH_BYTES + len(others) + 1, START + LENGTH_BYTES * (len(others) + 1)
     empty = serialization.save({VECTOR: torch.empty(0, dtype=setup.dtype)})
     digits = len(str(setup.layout.length)) + len(str(setup.layout.length * setup.dtype.itemsize)) - 2
     header = 8 + -(-(len(empty.rstrip(b" ")) - 8 + digits) // 8) * 8
     return ClientCosts(
         vector=setup.layout.length * setup.dtype.itemsize,
-        up=message([client], *keys) + shares + header + message([client, *near], 1, SHARE_BYTES),
-        down=message([client, *others], *keys) + shares + lists + signatures,
+        up=message([client], *keys) + dealing + report + header + message([client, *near], 1, NUMBER_BYTES),
+        down=message([client, *others], *keys) + inbox + 2 * lists + signatures,
     )

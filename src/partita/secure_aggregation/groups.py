@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from partita.secure_aggregation.curve import agree_on
 from partita.secure_aggregation.encoding import ProtocolError
-from partita.secure_aggregation.key_agreement import agree
 from partita.secure_aggregation.messages import Advertisement
 from partita.secure_aggregation.neighbors import (
     check_size,
@@ -76,4 +76,4 @@ def find_groups(setup: RoundSetup, roster: Mapping[str, Advertisement], encoded:
 
 def pair_mask(setup: RoundSetup, secret: bytes, public: bytes) -> bytes:
     """Return the key of the mask that two clients share, from one's private key and the other's public key."""
-    return agree(secret, public, setup.context, "mask of two clients")
+    return agree_on(secret, public, setup.context, "mask of two clients")

@@ -23,7 +23,7 @@ def new_secret() -> bytes:
 
 def public_key(secret: bytes) -> bytes:
     """Return the public key of a private X25519 key."""
-    public: bytes = _need().x25519.X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
+    public: bytes = need().x25519.X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
     return public
 
 
@@ -39,7 +39,7 @@ def agree(secret: bytes, public: bytes, context: bytes, purpose: str) -> bytes:
     Raises:
         ProtocolError: If the public key is not a valid one.
     """
-    x25519 = _need().x25519
+    x25519 = need().x25519
     try:
         shared = x25519.X25519PrivateKey.from_private_bytes(secret).exchange(
             x25519.X25519PublicKey.from_public_bytes(public)
@@ -51,8 +51,8 @@ def agree(secret: bytes, public: bytes, context: bytes, purpose: str) -> bytes:
 
 def derive(secret: bytes, context: bytes, purpose: str) -> bytes:
     """Return a 32-byte key from a secret, for one round and purpose."""
-    need = _need()
-    hkdf = need.HKDF(algorithm=need.SHA256(), length=KEY_BYTES, salt=context, info=f"partita {purpose}".encode())
+    parts = need()
+    hkdf = parts.HKDF(algorithm=parts.SHA256(), length=KEY_BYTES, salt=context, info=f"partita {purpose}".encode())
     key: bytes = hkdf.derive(secret)
     return key
 
@@ -60,7 +60,7 @@ def derive(secret: bytes, context: bytes, purpose: str) -> bytes:
 def encrypt(key: bytes, text: bytes, about: bytes) -> bytes:
     """Encrypt and authenticate a text. `about` is authenticated and not sent."""
     nonce = secrets.token_bytes(NONCE_BYTES)
-    sealed: bytes = _need().ChaCha20Poly1305(key).encrypt(nonce, text, about)
+    sealed: bytes = need().ChaCha20Poly1305(key).encrypt(nonce, text, about)
     return nonce + sealed
 
 
@@ -70,10 +70,10 @@ def decrypt(key: bytes, sealed: bytes, about: bytes) -> bytes:
     Raises:
         ProtocolError: If the bytes were not encrypted with this key and `about`.
     """
-    need = _need()
+    parts = need()
     try:
-        text: bytes = need.ChaCha20Poly1305(key).decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], about)
-    except (need.InvalidTag, ValueError) as error:
+        text: bytes = parts.ChaCha20Poly1305(key).decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], about)
+    except (parts.InvalidTag, ValueError) as error:
         raise ProtocolError(
             "a share cannot be decrypted: it was changed on the way, or its sender has another round or other settings"
         ) from error
@@ -81,10 +81,16 @@ def decrypt(key: bytes, sealed: bytes, about: bytes) -> bytes:
 
 
 @cache
-def _need() -> Any:
+def need() -> Any:
+    """Return the parts of the package `cryptography`, which is optional.
+
+    Raises:
+        ProtocolError: If it is not installed.
+    """
     try:
         from cryptography.exceptions import InvalidTag
-        from cryptography.hazmat.primitives.asymmetric import x25519
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ec, x25519
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -92,12 +98,15 @@ def _need() -> Any:
         raise ProtocolError(
             "secure aggregation needs the package cryptography; pip install 'partita[privacy]'"
         ) from error
-    return _Parts(InvalidTag, x25519, ChaCha20Poly1305, SHA256, HKDF)
+    return _Parts(InvalidTag, serialization, ec, x25519, ChaCha20Poly1305, SHA256, HKDF)
 
 
 class _Parts:
-    """What this module uses of the package `cryptography`, which is optional."""
+    """What secure aggregation uses of the package."""
 
-    def __init__(self, InvalidTag: Any, x25519: Any, ChaCha20Poly1305: Any, SHA256: Any, HKDF: Any) -> None:
-        self.InvalidTag, self.x25519, self.ChaCha20Poly1305 = InvalidTag, x25519, ChaCha20Poly1305
+    def __init__(
+        self, InvalidTag: Any, serialization: Any, ec: Any, x25519: Any, ChaCha20Poly1305: Any, SHA256: Any, HKDF: Any
+    ) -> None:
+        self.serialization = serialization
+        self.InvalidTag, self.ec, self.x25519, self.ChaCha20Poly1305 = InvalidTag, ec, x25519, ChaCha20Poly1305
         self.SHA256, self.HKDF = SHA256, HKDF

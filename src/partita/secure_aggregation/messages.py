@@ -1,10 +1,11 @@
-"""The messages of the five stages, as bytes.
+"""The messages of the six stages, as bytes.
 
 | stage | client to server | server to client |
 |---|---|---|
 | advertise | `Advertisement` | `Roster`: all advertisements |
-| share keys | sealed shares by receiver | sealed shares by sender |
-| masked input | the masked vector | `Stayed`: who shared keys, and whose vector arrived |
+| share keys | `Dealing`: sealed shares by receiver | `Parcel` of each neighbor |
+| check | a signed report of the neighbors whose shares are wrong | `Stayed`: who shared keys |
+| masked input | the masked vector | `Stayed`: also whose vector arrived |
 | confirm | a signature of that | all signatures |
 | unmask | `UnmaskedShares` | |
 """
@@ -19,21 +20,17 @@ from typing import TypeVar
 import torch
 
 from partita.core import serialization
+from partita.secure_aggregation.curve import NUMBER_BYTES, POINT_BYTES
+from partita.secure_aggregation.dealing import HASH_BYTES, KINDS
 from partita.secure_aggregation.encoding import ProtocolError, read_message, read_name, records, write_message
 from partita.secure_aggregation.key_agreement import KEY_BYTES
-from partita.secure_aggregation.secret_sharing import SHARE_BYTES
 
 T = TypeVar("T")
 Sign = Callable[[bytes], bytes]  # message -> signature
 Verify = Callable[[str, bytes, bytes], bool]  # client, message, signature -> whether it is the client's
 VECTOR = "masked"
 SHARED, MASKED = 1, 2  # how far a client came; 0: it shared no keys
-SEED, KEY = b"s", b"k"  # kinds of shares: of the seed of a client's own mask, and of its private mask key
-
-
-def commit(seed: bytes, context: bytes) -> bytes:
-    """Return a commitment to the seed of a client's own mask, against which the recovered seed is checked."""
-    return hashlib.sha256(write_message("K", [context, seed])).digest()
+SEED, KEY = KINDS[:2]  # kinds of shares: of the seed of a client's own mask, and of its private mask key
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,8 @@ class Advertisement:
     Attributes:
         client: The client's name.
         cipher_key: The public key with which others encrypt shares for this client.
-        mask_key: The public key from which masks are agreed on.
-        commitment: The commitment to the seed of its own mask.
+        mask_key: The public point from which masks are agreed on.
+        commitment: The public point of the seed of its own mask, against which the recovered seed is checked.
         signature: The client's signature of all that; empty without signatures.
     """
 
@@ -97,23 +94,74 @@ def read_roster(data: bytes) -> dict[str, Advertisement]:
 
 
 def _advertisements(kind: str, data: bytes) -> list[Advertisement]:
-    sizes = (None, KEY_BYTES, KEY_BYTES, KEY_BYTES, None)
+    sizes = (None, KEY_BYTES, POINT_BYTES, POINT_BYTES, None)
     return [Advertisement(read_name(name), *rest) for name, *rest in records(kind, read_message(kind, data), sizes)]
 
 
-def write_sealed(sealed: Mapping[str, bytes]) -> bytes:
-    """Encode sealed shares by client: the receiver on the way up, the sender on the way down."""
-    return write_message("E", [field for name in sorted(sealed) for field in (name.encode(), sealed[name])])
+@dataclass(frozen=True)
+class Parcel:
+    """What a client gets of a neighbor's dealing.
+
+    Attributes:
+        hashes: The hashes of the client's three values.
+        challenge: The challenges.
+        answer: The value of the dealer's answer at the client's position.
+        sealed: The three values, encrypted.
+    """
+
+    hashes: bytes
+    challenge: bytes
+    answer: bytes
+    sealed: bytes
 
 
-def read_sealed(data: bytes) -> dict[str, bytes]:
-    """Decode sealed shares by client.
+def write_inbox(parcels: Mapping[str, Parcel]) -> bytes:
+    """Encode a client's parcels by sender."""
+    rows = ((name.encode(), *vars(parcels[name]).values()) for name in sorted(parcels))
+    return write_message("I", [field for row in rows for field in row])
+
+
+def read_inbox(data: bytes) -> dict[str, Parcel]:
+    """Decode a client's parcels by sender.
 
     Raises:
         ProtocolError: If a client is listed twice.
     """
-    pairs = list(records("E", read_message("E", data), (None, None)))
-    return _distinct([(read_name(name), sealed) for name, sealed in pairs])
+    sizes = (None, len(KINDS) * HASH_BYTES, HASH_BYTES, NUMBER_BYTES, None)
+    rows = records("I", read_message("I", data), sizes)
+    return _distinct([(read_name(name), Parcel(*fields)) for name, *fields in rows])
+
+
+@dataclass(frozen=True)
+class Report:
+    """Which neighbors' shares a client cannot use.
+
+    Attributes:
+        wrong: The neighbors.
+        signature: The client's signature of that; empty without signatures.
+    """
+
+    wrong: frozenset[str]
+    signature: bytes = b""
+
+    def signed_part(self, context: bytes, roster: bytes) -> bytes:
+        """Return the bytes that the signature covers. They include the round and all keys of its roster."""
+        return write_message("G", [context, hashlib.sha256(roster).digest(), *self._names()])
+
+    def to_bytes(self) -> bytes:
+        """Encode the message."""
+        return write_message("X", [self.signature, *self._names()])
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Report:
+        """Decode the message."""
+        fields = read_message("X", data)
+        if not fields:
+            raise ProtocolError("a report has no signature")
+        return Report(frozenset(map(read_name, fields[1:])), fields[0])
+
+    def _names(self) -> list[bytes]:
+        return [name.encode() for name in sorted(self.wrong)]
 
 
 def write_vector(vector: torch.Tensor) -> bytes:
@@ -212,7 +260,7 @@ class UnmaskedShares:
     @staticmethod
     def from_bytes(data: bytes) -> UnmaskedShares:
         """Decode the message."""
-        rows = list(records("U", read_message("U", data), (1, None, SHARE_BYTES)))
+        rows = list(records("U", read_message("U", data), (1, None, NUMBER_BYTES)))
         shares = _distinct([(read_name(name), (kind, share)) for kind, name, share in rows])
         seeds, keys = ({name: share for name, (of, share) in shares.items() if of == kind} for kind in (SEED, KEY))
         return UnmaskedShares(seeds, keys)

@@ -2,54 +2,74 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import torch
 
 from partita.secure_aggregation.client import OWN_MASK
+from partita.secure_aggregation.curve import check_point, public_point
+from partita.secure_aggregation.dealing import HASH_BYTES, KINDS, Dealing, hash_of
 from partita.secure_aggregation.encoding import ProtocolError, TooFewClients
 from partita.secure_aggregation.groups import Groups, find_groups, pair_mask
-from partita.secure_aggregation.key_agreement import derive, public_key
+from partita.secure_aggregation.key_agreement import agree, derive, new_secret
 from partita.secure_aggregation.masks import add_mask
 from partita.secure_aggregation.messages import (
+    KEY,
+    SEED,
     Advertisement,
+    Parcel,
+    Report,
     Stayed,
     UnmaskedShares,
-    commit,
-    read_sealed,
+    Verify,
     read_vector,
+    write_inbox,
     write_roster,
-    write_sealed,
     write_signatures,
 )
+from partita.secure_aggregation.neighbors import colluding_clients
 from partita.secure_aggregation.round_setup import RoundSetup
 from partita.secure_aggregation.secret_sharing import recover
 
-Stage = Literal["advertise", "share_keys", "mask", "confirm", "unmask"]
+Stage = Literal["advertise", "share_keys", "check", "mask", "confirm", "unmask"]
 
 
 class SecureServer:
     """The server in one round.
 
     `add_*` takes a client's message of a stage and raises ProtocolError if it is not acceptable; the client is then
-    treated as one that dropped out. The first call of `roster`, `inbox`, `lists` or `signatures` ends the stage before
-    it: later messages of that stage are refused.
+    treated as one that dropped out. The first call of `roster`, `inbox`, `present`, `lists` or `signatures` ends the
+    stage before it: later messages of that stage are refused.
+
+    Args:
+        setup: The public facts of the round.
+        verify: Checks a signature of a client; None without signatures. One client with a wrong signature would make
+            all others refuse the roster, so the server looks first.
 
     Attributes:
         setup: The public facts of the round.
+        expelled: By client that shared its keys and was left out all the same, the reason.
+        disputes: By pair of clients, of which one is wrong and it is unknown which, what the first says of the second.
         up: Bytes from clients by stage.
         down: Bytes to clients by stage.
     """
 
-    def __init__(self, setup: RoundSetup) -> None:
-        self.setup = setup
+    def __init__(self, setup: RoundSetup, verify: Verify | None = None) -> None:
+        self.setup, self.verify = setup, verify
+        self.expelled: dict[str, str] = {}
+        self.disputes: dict[tuple[str, str], str] = {}
         self.up, self.down = Counter[Stage](), Counter[Stage]()
         self._advertised: dict[str, Advertisement] = {}
         self._roster = b""
         self._groups: Groups | None = None
-        self._sealed: dict[str, dict[str, bytes]] = {}  # sender -> receiver -> sealed shares
+        self._dealt: dict[str, Dealing] = {}
+        self._challenges: dict[str, bytes] = {}
+        self._reports: dict[str, frozenset[str]] = {}
+        self._shared: frozenset[str] = frozenset()
         self._masked: list[str] = []
         self._total: torch.Tensor | None = None
         self._confirmed: dict[str, bytes] = {}
@@ -64,7 +84,12 @@ class SecureServer:
     @property
     def dropped(self) -> tuple[str, ...]:
         """The clients that shared keys, but whose vector did not arrive: their masks are recovered."""
-        return tuple(sorted(self._sealed.keys() - set(self._masked)))
+        return tuple(sorted(self._shared.difference(self._masked)))
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """The clients with which others share masks, after `present`."""
+        return self._shared
 
     @property
     def groups(self) -> Groups:
@@ -82,6 +107,10 @@ class SecureServer:
         keys = {key for each in self._advertised.values() for key in (each.cipher_key, each.mask_key)}
         if found.cipher_key == found.mask_key or keys & {found.cipher_key, found.mask_key}:
             raise ProtocolError(f"{client} advertises a key that is in use already")
+        agree(new_secret(), found.cipher_key, self.setup.context, "a test")
+        for point in (found.mask_key, found.commitment):
+            check_point(point)
+        self._check_signature(client, found.signed_part(self.setup.context), found.signature)
         self._advertised[client] = found
 
     def roster(self) -> bytes:
@@ -98,12 +127,14 @@ class SecureServer:
         return self._roster
 
     def add_shares(self, client: str, data: bytes) -> None:
-        """Add a client's sealed shares for its neighbors."""
-        self._receive("share_keys", client, data, client in self._sealed)
-        sealed = read_sealed(data)
-        if sealed.keys() != set(self._member(client)):
-            raise ProtocolError(f"{client} sent shares for {len(sealed)} clients, which are not just its neighbors")
-        self._sealed[client] = sealed
+        """Add a client's sealed shares for its neighbors, and check that they are of the secrets in the roster."""
+        self._receive("share_keys", client, data, client in self._dealt)
+        self._member(client)
+        dealing = Dealing.from_bytes(data, self.groups.group(client), self.groups.threshold)
+        known = self.groups.roster[client]
+        if not dealing.proves(client, self._about, known.commitment, known.mask_key):
+            raise ProtocolError(f"{client} shares other secrets than those of its public keys")
+        self._dealt[client], self._challenges[client] = dealing, dealing.challenge(client, self._about)
 
     def inbox(self, client: str) -> bytes:
         """Return the sealed shares for a client.
@@ -113,17 +144,78 @@ class SecureServer:
         """
         if "share_keys" not in self._closed:
             self._closed.add("share_keys")
-            self._need_enough(self._sealed, "shared their keys")
-        message = write_sealed(
-            {peer: self._sealed[peer][client] for peer in self._member(client) if peer in self._sealed}
-        )
+            self._need_enough(self._dealt, "shared their keys")
+        parcels = {}
+        for peer in self._member(client):
+            if dealing := self._dealt.get(peer):
+                answer, sealed = (
+                    dealing.value(self.groups.group(peer).index(client) + 1),
+                    dealing.sealed.get(client, b""),
+                )
+                parcels[peer] = Parcel(dealing.hashes[client], self._challenges[peer], answer, sealed)
+        message = write_inbox(parcels)
         self.down["share_keys"] += len(message)
         return message
+
+    def add_checked(self, client: str, data: bytes) -> None:
+        """Add a client's report of the neighbors whose shares are wrong."""
+        self._receive("check", client, data, client in self._reports)
+        if client not in self._dealt:
+            raise ProtocolError(f"{client} checked shares without having shared its keys")
+        report = Report.from_bytes(data)
+        if strange := report.wrong - set(self._member(client)):
+            raise ProtocolError(f"{client} reports {min(strange)}, of which it has no shares")
+        self._check_signature(client, report.signed_part(self.setup.context, self._roster), report.signature)
+        self._reports[client] = report.wrong & self._dealt.keys()
+
+    def present(self) -> bytes:
+        """Return the clients that share masks, for each of them.
+
+        Raises:
+            TooFewClients: If too few clients are left.
+        """
+        if "check" not in self._closed:
+            self._closed.add("check")
+            self._shared = self._settle()
+            self._need_enough(self._shared, "shared their keys")
+        message = Stayed(self._shared, frozenset()).to_bytes(self.groups.roster)
+        self.down["check"] += len(message)
+        return message
+
+    def _settle(self) -> frozenset[str]:
+        """Decide who shares masks, from the reports.
+
+        As many clients as may collude, and at least one, may be wrong. Whoever reports more than that is wrong, and so
+        is whoever more than that report. Else a report costs one share, and one of the two is wrong. The accused stays
+        if enough others have its shares, with some to spare for dropouts where the round has.
+        """
+        settings, there = self.setup.settings, set(self._reports)
+        most = max(1, colluding_clients(settings, len(self.groups.roster)))
+        spare = math.ceil(settings.dropouts * len(self.groups.roster))
+        for client, wrong in self._reports.items():
+            if len(wrong) > most:
+                self.expelled[client] = f"says that it cannot use the shares of {len(wrong)} clients"
+        there -= self.expelled.keys()
+        accused = {client: {peer for peer in there if client in self._reports[peer]} for client in there}
+        for client, peers in accused.items():
+            if len(peers) > most:
+                self.expelled[client] = f"shared its keys so that {len(peers)} clients cannot use the shares"
+        there -= self.expelled.keys()
+        for client in sorted(there, key=lambda name: (-len(accused[name]), name)):
+            if peers := accused[client] & there:
+                said = f"{' and '.join(sorted(peers))} cannot use the shares of {client}, or say so"
+                holders = there.intersection(self.groups.neighbors[client]) - peers
+                room = spare if len(there) > self.groups.needed + spare else 0
+                if len(holders) < self.groups.threshold + room:
+                    there.remove(client)
+                    self.expelled[client] = f"{said}; too few others can"
+                self.disputes |= dict.fromkeys(((peer, client) for peer in peers), said)
+        return frozenset(there)
 
     def add_masked(self, client: str, data: bytes) -> None:
         """Add a client's masked vector to the sum."""
         self._receive("mask", client, data, client in self._masked)
-        if client not in self._sealed:
+        if client not in self._shared:
             raise ProtocolError(f"{client} sent a vector without having shared its keys")
         vector = read_vector(data, self.setup.layout.length, self.setup.dtype)
         self._total = vector if self._total is None else self._total.add_(vector)  # wraps around
@@ -138,7 +230,7 @@ class SecureServer:
         if "mask" not in self._closed:
             self._closed.add("mask")
             self._need_enough(self._masked, "sent their vector")
-        message = Stayed(frozenset(self._sealed), frozenset(self._masked)).to_bytes(self.groups.roster)
+        message = Stayed(self._shared, frozenset(self._masked)).to_bytes(self.groups.roster)
         self.down["mask"] += len(message)
         return message
 
@@ -147,6 +239,8 @@ class SecureServer:
         self._receive("confirm", client, data, client in self._confirmed)
         if client not in self._masked:
             raise ProtocolError(f"{client} confirmed a sum without having sent a vector")
+        stayed = Stayed(self._shared, frozenset(self._masked))
+        self._check_signature(client, stayed.signed_part(self.setup.context, self._roster), data)
         self._confirmed[client] = data
 
     def signatures(self) -> bytes:
@@ -163,11 +257,34 @@ class SecureServer:
         return message
 
     def add_unmasked(self, client: str, data: bytes) -> None:
-        """Add a client's shares of the secrets of its group."""
+        """Add a client's shares of the secrets of its group.
+
+        Raises:
+            ProtocolError: If the message cannot be read, or has wrong shares. The right ones are used all the same.
+        """
         self._receive("unmask", client, data, client in self._unmasked)
         if client not in self._confirmed:
             raise ProtocolError(f"{client} sent shares without having confirmed the sum")
-        self._unmasked[client] = UnmaskedShares.from_bytes(data)
+        found = UnmaskedShares.from_bytes(data)
+        seeds, keys = (self._right(client, *part) for part in ((SEED, found.seeds), (KEY, found.keys)))
+        self._unmasked[client] = UnmaskedShares(seeds, keys)
+        wrong = (found.seeds.keys() - seeds.keys()) | (found.keys.keys() - keys.keys())
+        wanted = set(self.groups.group(client)) & self._shared - {client} - self._reports[client]
+        if missing := (wrong & self._shared) | (wanted - seeds.keys() - keys.keys()):
+            raise ProtocolError(f"{client} sent a wrong share of the secret of {min(missing)}, or none")
+
+    def _right(self, client: str, kind: bytes, shares: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return those shares of a client that their dealers published the hashes of."""
+        context, place = self.setup.context, KINDS.index(kind) * HASH_BYTES
+        due = self._masked if kind == SEED else self.dropped
+        return {
+            dealer: share
+            for dealer, share in shares.items()
+            if dealer in due
+            and client in self._dealt[dealer].hashes
+            and hash_of(context, dealer, client, kind, share)
+            == self._dealt[dealer].hashes[client][place : place + HASH_BYTES]
+        }
 
     def sum(self) -> torch.Tensor:
         """Return the sum of the survivors' vectors: recover the masks that did not cancel, and take them off.
@@ -182,13 +299,13 @@ class SecureServer:
         total, context = self._total.clone(memory_format=torch.contiguous_format), self.setup.context
         for client in self._masked:
             seed = self._recover(client, {name: each.seeds for name, each in self._unmasked.items()})
-            if commit(seed, context) != self.groups.roster[client].commitment:
-                raise ProtocolError(f"the shares of the seed of {client} do not give it; at least one share is wrong")
+            if public_point(seed) != self.groups.roster[client].commitment:
+                raise ProtocolError(f"the shares of the seed of {client} do not give it; {client} shared a wrong one")
             add_mask(total, derive(seed, context, OWN_MASK), -1)
         for client in self.dropped:
             secret = self._recover(client, {name: each.keys for name, each in self._unmasked.items()})
-            if public_key(secret) != self.groups.roster[client].mask_key:
-                raise ProtocolError(f"the shares of the key of {client} do not give it; at least one share is wrong")
+            if public_point(secret) != self.groups.roster[client].mask_key:
+                raise ProtocolError(f"the shares of the key of {client} do not give it; {client} shared a wrong one")
             for peer in self.groups.neighbors[client]:
                 if peer in self._masked:
                     key = pair_mask(self.setup, secret, self.groups.roster[peer].mask_key)
@@ -205,12 +322,20 @@ class SecureServer:
             )
         return recover(found, self.groups.threshold)
 
+    @property
+    def _about(self) -> bytes:
+        return self.setup.context + hashlib.sha256(self._roster).digest()
+
+    def _check_signature(self, client: str, text: bytes, signature: bytes) -> None:
+        if self.verify and not self.verify(client, text, signature):
+            raise ProtocolError(f"{client} sent a wrong signature")
+
     def _member(self, client: str) -> tuple[str, ...]:
         if client not in self.groups.neighbors:
             raise ProtocolError(f"{client} is not in the roster of the round")
         return self.groups.neighbors[client]
 
-    def _need_enough(self, clients: Mapping[str, object] | list[str], what: str) -> None:
+    def _need_enough(self, clients: Collection[str], what: str) -> None:
         """Stop early if a group or the round is too small: secrets would be lost, or the clients would refuse."""
         there = set(clients)
         for client in sorted(there):

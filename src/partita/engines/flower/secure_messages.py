@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from partita.engines.flower.messages import MessageError, check_records
 from partita.secure_aggregation.encoding import write_message
 
-Stage = Literal["advertise", "share_keys", "mask", "confirm", "unmask"]
+Stage = Literal["advertise", "share_keys", "check", "mask", "confirm", "unmask"]
 FORMAT = "partita.secure"
 BYTES, COHORT, MESSAGE = "secure", "cohort", "message"  # names of records, and of the only array
 

@@ -1,6 +1,6 @@
-"""The server's side of secure aggregation: the five stages of a round as five exchanges of messages.
+"""The server's side of secure aggregation: the six stages of a round as six exchanges of messages.
 
-The job travels with the third exchange, so a round has four exchanges more than one in clear. A client that does not
+The job travels with the fourth exchange, so a round has five exchanges more than one in clear. A client that does not
 answer a stage is not asked for the next one.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from flwr.app import Message, MessageType
 
-from partita.core.client import Job
+from partita.core.client import ClientError, Job
 from partita.core.rounds import ClientFailure, Reply
 from partita.core.update import MaskedUpdate, SecureSum
 from partita.engines import secure_setup
@@ -25,6 +25,7 @@ from partita.engines.flower.secure_messages import Stage
 from partita.secure_aggregation.encoding import MAX_NAME, ProtocolError, TooFewClients
 from partita.secure_aggregation.neighbors import threshold_of
 from partita.secure_aggregation.server import SecureServer
+from partita.secure_aggregation.signatures import ssh_verifier
 
 if TYPE_CHECKING:
     from partita.engines.flower.server import FlowerEngine
@@ -51,7 +52,8 @@ class SecureExchange:
         secure_setup.check_cohort(engine.run, engine.model, jobs)
         session = secure_messages.round_id(engine.session, engine.config, engine.base)
         self.setup = secure_setup.round_setup(engine.run, engine.model, jobs[0], len(jobs), session)
-        self.server = SecureServer(self.setup)
+        signers = self.setup.settings.signers
+        self.server = SecureServer(self.setup, None if signers is None else ssh_verifier(signers))
         self.seconds = {"server": 0.0}
 
     def run(self) -> Iterator[Reply]:
@@ -60,7 +62,8 @@ class SecureExchange:
         stages: list[tuple[Stage, Callable[[str], bytes], Callable[[str, bytes], None]]] = [
             ("advertise", lambda client: b"", self.server.add_advertisement),
             ("share_keys", lambda client: self.server.roster(), self.server.add_shares),
-            ("mask", self.server.inbox, self.server.add_masked),
+            ("check", self.server.inbox, self.server.add_checked),
+            ("mask", lambda client: self.server.present(), self.server.add_masked),
         ]
         for stage, message, add in stages:
             try:
@@ -68,9 +71,14 @@ class SecureExchange:
             except TooFewClients as error:
                 failure = str(error)
                 yield from (
-                    ClientFailure(client, "was ready when too few others were", refused=True) for client in left
+                    ClientFailure(
+                        client, self.server.expelled.get(client, "was ready when too few others were"), refused=True
+                    )
+                    for client in left
                 )
                 break
+            if stage == "mask":
+                yield from self._expelled(messages)
             left = []
             for client, lost in self._exchange(stage, messages, add):
                 if lost:
@@ -81,6 +89,16 @@ class SecureExchange:
                 else:
                     left.append(client)
         yield self._finish(failure)
+
+    def _expelled(self, messages: dict[str, bytes]) -> Iterator[ClientFailure]:
+        """Take those out of the messages whose shares others cannot use, and yield them."""
+        for said in self.server.disputes.values():
+            _log.warning("%s; one of the two is wrong", said)
+        for client, reason in self.server.expelled.items():
+            if not self.engine.run.skip_failed_clients:
+                raise ClientError(client, reason)
+            del messages[client]
+            yield ClientFailure(client, reason, refused=True)
 
     def _finish(self, failure: str | None) -> SecureSum:
         """Let those whose vector arrived confirm the same sum, ask them for their shares, and unmask it."""

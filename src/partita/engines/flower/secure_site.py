@@ -75,6 +75,8 @@ def answer(stage: Stage, site: Site, content: RecordDict, accept: Accept, train:
             raise ClientError(site.client, f"was asked to '{stage}' twice or too early; each stage happens once")
         if stage == "share_keys":
             reply = secure.share_keys(data)
+        elif stage == "check":
+            reply = secure.client.check(data, secure.sign())
         elif stage == "confirm":
             reply = secure.confirm(data)
         elif stage == "unmask":
@@ -152,7 +154,7 @@ class SecureRound:
 
     def advertise(self) -> bytes:
         """Return the client's public keys, signed if the experiment lists the clients' long-term keys."""
-        sign, verify = self._sign(), self._verify()
+        sign, verify = self.sign(), self._verify()
         if sign and verify and not verify(self.site.client, b"", sign(b"")):
             raise ClientError(self.site.client, "its private key is not the one in secure_aggregation.signers")
         return self.client.advertise(sign)
@@ -169,7 +171,7 @@ class SecureRound:
         check_plans(run, round, ((name, plan_for(run.method.plan, self.site.model, infos[name])) for name in infos))
         return self.client.share_keys(roster, self._verify())
 
-    def mask(self, inbox: bytes, update: Update) -> bytes:
+    def mask(self, lists: bytes, update: Update) -> bytes:
         """Return the masked update."""
         try:
             # A site never confirms another sum of the round. Equal noise makes a round that is started again the same
@@ -181,7 +183,7 @@ class SecureRound:
             raise ClientError(
                 self.site.client, "a number of its update is out of range; see the log of its SuperNode"
             ) from None
-        return self.client.mask(inbox, vector)
+        return self.client.mask(lists, vector)
 
     def confirm(self, lists: bytes) -> bytes:
         """Check and sign who is in the sum, and never another sum of this round.
@@ -190,7 +192,7 @@ class SecureRound:
         other not, their difference would be the update of that client. Two confirmed sums of the same clients have an
         honest client in common that signed both lists, so they are the same.
         """
-        signature = self.client.confirm(lists, self._sign())
+        signature = self.client.confirm(lists, self.sign())
         digest = hashlib.sha256(json.dumps(self.client.survivors).encode()).hexdigest()
         if not answered_rounds.claim(self.site.folder / UNMASKED, self.record["round"], digest):
             raise ClientError(
@@ -205,7 +207,8 @@ class SecureRound:
         """Return the shares that unmask the sum that enough sites confirmed."""
         return self.client.unmask(signatures, self._verify())
 
-    def _sign(self) -> Sign | None:
+    def sign(self) -> Sign | None:
+        """Return the function that signs with the site's key; None if the experiment lists no keys."""
         if self.client.setup.settings.signers is None:
             return None
         if self.site.key is None:
