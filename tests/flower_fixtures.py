@@ -23,8 +23,9 @@ from partita.core.model import Model
 from partita.core.settings import Run
 from partita.engines.availability import Availability
 from partita.engines.flower import mailbox, messages, server
-from partita.engines.flower.client import Site, client_app
+from partita.engines.flower.client import client_app
 from partita.engines.flower.server import FlowerEngine
+from partita.engines.flower.site import Site
 from partita.evaluation import ACCURACY
 
 THREE = Clients(c0=2, c1=4, c2=3)

@@ -29,9 +29,10 @@ from partita.core.settings import Run
 from partita.core.update import Update
 from partita.engines.availability import Availability
 from partita.engines.flower import answered_rounds, client, messages
-from partita.engines.flower.client import Site, client_app
+from partita.engines.flower.client import client_app
 from partita.engines.flower.fingerprints import Fingerprints
 from partita.engines.flower.message_checks import largest_job
+from partita.engines.flower.site import Site
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import ACCURACY
 from partita.experiment import flower_app

@@ -25,8 +25,9 @@ from partita.data.digest import examples_digest
 from partita.data.task import Subset, Table
 from partita.engines.availability import Availability
 from partita.engines.flower import data_record, messages
-from partita.engines.flower.client import Site, client_app
+from partita.engines.flower.client import client_app
 from partita.engines.flower.fingerprints import Fingerprints
+from partita.engines.flower.site import Site
 from partita.evaluation import ACCURACY
 from partita.experiment import flower_app, runner
 from partita.experiment.config import load

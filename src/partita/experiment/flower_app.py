@@ -21,8 +21,9 @@ from partita.core.client import Job
 from partita.core.rng import Key
 from partita.core.rounds import initial_server
 from partita.data.digest import examples_digest
-from partita.engines.flower.client import Site, client_app
+from partita.engines.flower.client import client_app
 from partita.engines.flower.server import FlowerEngine, server_app
+from partita.engines.flower.site import Site
 from partita.experiment import run_folder
 from partita.experiment.builder import Experiment, build, client_names, new_secret
 from partita.experiment.config import SITES_OWN, Config, differences, load, load_recorded, shared_digest

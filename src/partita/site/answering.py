@@ -14,9 +14,10 @@ from flwr.app import Message
 from partita.core.client import ClientError
 from partita.core.plan import Plan
 from partita.engines.flower import messages
-from partita.engines.flower.client import JobKind, Site, client_app
+from partita.engines.flower.client import client_app
 from partita.engines.flower.messages import ErrorReply, MessageError, SiteRequest, printable_line
 from partita.engines.flower.outgoing import Outgoing, read_reply, refusal
+from partita.engines.flower.site import JobKind, Site
 from partita.engines.flower.task_loop import ANSWERED, Task
 from partita.site.config import SiteConfig
 from partita.site.consent import LEFT, History, JobConsent, Refusal

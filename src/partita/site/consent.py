@@ -13,9 +13,9 @@ from partita.core.client import ClientError
 from partita.core.client_rule import PrivacyRelease
 from partita.core.plan import Plan
 from partita.engines import secure_setup
-from partita.engines.flower.client import JobKind
 from partita.engines.flower.messages import SiteRequest
 from partita.engines.flower.outgoing import Outgoing
+from partita.engines.flower.site import JobKind
 from partita.site.policy import UNITS, Policy
 from partita.site.terms import Terms, count_releases
 

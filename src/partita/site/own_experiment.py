@@ -7,7 +7,7 @@ from contextlib import chdir
 from pathlib import Path
 
 from partita.core.options import format_value
-from partita.engines.flower.client import Site
+from partita.engines.flower.site import Site
 from partita.experiment.config import Config, apply_override, read_toml, shared_digest
 from partita.experiment.config_code import anchored, code_digests
 from partita.experiment.flower_app import open_site, site_experiment, site_settings

@@ -6,75 +6,31 @@ Flower starts a new process for each message, so nothing stays in memory between
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Literal
 
 import safetensors
-import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from partita.core import serialization, tensors
 from partita.core.client import ClientError, Job
-from partita.core.data import ClientData
-from partita.core.model import Model
 from partita.core.plan import Plan
 from partita.core.rounds import ClientFailure
-from partita.core.settings import Run
 from partita.core.tensors import Tensors
 from partita.core.update import Update
-from partita.engines.availability import Availability
 from partita.engines.flower import answered_rounds, messages, secure_site
 from partita.engines.flower.data_record import check_data
 from partita.engines.flower.fingerprints import Fingerprints
 from partita.engines.flower.message_checks import check_reply, check_request, largest_job, valid_scores
 from partita.engines.flower.messages import ErrorReply, SiteRequest
 from partita.engines.flower.secure_messages import Stage
+from partita.engines.flower.site import JobKind, Site
 from partita.engines.simulation import SimulationEngine
-from partita.evaluation import Evaluator
 from partita.storage import atomic_files
 from partita.storage.client_store import DiskStore
 
 COPY, SESSION, STATES, ANSWERED = "copy.safetensors", "session.json", "states", "answered.json"
-
-JobKind = Literal["train", "evaluate"]
-# Decides whether a site answers a valid job. It raises a ClientError if not, before the site changes any file.
-Consent = Callable[[JobKind, SiteRequest, Plan], None]
-
-
-@dataclass(frozen=True)
-class Site:
-    """One client, its data, and the folder with its state and its copy of the parameters it was sent.
-
-    It is also a population that consists of this one client.
-    """
-
-    run: Run
-    model: Model
-    client: str
-    data: ClientData
-    folder: Path
-    availability: Availability
-    device: torch.device
-    evaluator: Evaluator
-    config: str = ""  # digest of the config that server and sites share
-    base: Callable[[], str] = str  # computes the digest of the frozen weights; default: there are none
-    data_digest: Callable[[], str] = str  # computes the digest of the training examples; default: unknown
-    answered: Path | None = None  # record of the rounds for which noise was drawn; None: a file in `folder`
-    charge: Callable[[Job], None] | None = None  # charges a job to the site's privacy ledger; a ValueError refuses it
-    consent: Consent = lambda kind, request, plan: None  # default: every valid job is answered
-    peers: Sequence[str] = ()  # the names of all clients of the experiment
-    key: Path | None = None  # the private SSH key with which the site signs its keys of secure aggregation
-
-    @property
-    def clients(self) -> tuple[str, ...]:
-        return (self.client,)
-
-    def __getitem__(self, client: str) -> ClientData:
-        return self.data
 
 
 def client_app(

@@ -10,12 +10,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from flwr.app import Message, MessageType
+from flwr.app import Message, MessageType, RecordDict
 
 from partita.core.client import ClientError, Job
+from partita.core.model import Model
 from partita.core.rounds import ClientFailure, Reply
+from partita.core.settings import Run
 from partita.core.update import MaskedUpdate, SecureSum
 from partita.engines import secure_setup
 from partita.engines.flower import secure_messages
@@ -27,13 +29,32 @@ from partita.secure_aggregation.neighbors import threshold_of
 from partita.secure_aggregation.server import SecureServer
 from partita.secure_aggregation.signatures import ssh_verifier
 
-if TYPE_CHECKING:
-    from partita.engines.flower.server import FlowerEngine
-
 _log = logging.getLogger(__name__)
 
 
-def train_securely(engine: FlowerEngine, jobs: Iterable[Job]) -> Iterator[Reply]:
+class Carrier(Protocol):
+    """What carries the messages of a round: the server's engine."""
+
+    run: Run
+    model: Model
+    session: str
+    config: str
+    base: str
+    answered: dict[str, int]
+
+    def exchange(
+        self, kind: str, jobs: Iterable[Job], *, attach: Callable[[Job, RecordDict], RecordDict], enough: int
+    ) -> Iterator[tuple[ExpectedReply, Message | str]]:
+        """Send all jobs, and yield the reply to each, or the reason why there is none."""
+
+    def content_of(self, expected: ExpectedReply, reply: Message | str) -> RecordDict | ClientFailure:
+        """Return the records of a reply, or why there are none."""
+
+    def unusable(self, expected: ExpectedReply, error: MessageError) -> ClientFailure:
+        """Return the failure of a client whose reply cannot be used."""
+
+
+def train_securely(engine: Carrier, jobs: Iterable[Job]) -> Iterator[Reply]:
     """Train the jobs, and yield the reply of each client and at last what the server learns of the round."""
     asked = list(jobs)  # the keys of all come first
     yield from SecureExchange(engine, asked).run()
@@ -47,7 +68,7 @@ class SecureExchange:
         jobs: The jobs of all clients of the cohort.
     """
 
-    def __init__(self, engine: FlowerEngine, jobs: Sequence[Job]) -> None:
+    def __init__(self, engine: Carrier, jobs: Sequence[Job]) -> None:
         self.engine, self.jobs = engine, {job.client: job for job in jobs}
         secure_setup.check_cohort(engine.run, engine.model, jobs)
         session = secure_messages.round_id(engine.session, engine.config, engine.base)

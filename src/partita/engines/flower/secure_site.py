@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from flwr.app import RecordDict
 
@@ -25,6 +25,7 @@ from partita.engines.flower import answered_rounds, messages, secure_messages
 from partita.engines.flower.message_checks import largest_job
 from partita.engines.flower.messages import ErrorReply, SiteRequest, printable_line
 from partita.engines.flower.secure_messages import Stage
+from partita.engines.flower.site import Site
 from partita.engines.flower.site_files import lock, read_record
 from partita.secure_aggregation.client import SecureClient
 from partita.secure_aggregation.eligibility import check_plans
@@ -33,9 +34,6 @@ from partita.secure_aggregation.messages import Sign, Verify, read_roster
 from partita.secure_aggregation.round_setup import RoundSetup
 from partita.secure_aggregation.signatures import ssh_signer, ssh_verifier
 from partita.storage import atomic_files
-
-if TYPE_CHECKING:
-    from partita.engines.flower.client import Site
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
 ROUND, UNMASKED = "secure_round.json", "unmasked.json"

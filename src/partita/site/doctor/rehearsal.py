@@ -22,8 +22,9 @@ from partita.core.rounds import initial_server, make_job
 from partita.core.tensors import Tensors
 from partita.engines.availability import Availability
 from partita.engines.flower import messages
-from partita.engines.flower.client import Site, train
+from partita.engines.flower.client import train
 from partita.engines.flower.fingerprints import Fingerprints
+from partita.engines.flower.site import Site
 from partita.experiment.builder import Experiment
 from partita.experiment.config import shared_digest
 from partita.site.config import SiteConfig
