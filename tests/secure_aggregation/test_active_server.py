@@ -327,6 +327,17 @@ def test_client_confirms_only_what_it_saw_and_once() -> None:
         party.mask(attack.server.present(), attack.updates["c000"])
 
 
+def test_client_gives_no_share_of_a_client_without_masks_in_the_sum() -> None:
+    """It holds shares of c004, which answered too late to share masks."""
+    attack = Attack(tiny_setup(5, SecureAggregation()), names(5), real=True)
+    for name in names(4):
+        attack.mask(name, names(4))
+    for name in names(4):
+        attack.confirm(name, names(4), names(4))
+    attack.unmask()
+    assert [(set(each.seeds), set(each.keys)) for each in attack.released.values()] == [(set(names(4)), set())] * 4
+
+
 def test_client_that_masked_without_a_peer_confirms_no_list_with_that_peer() -> None:
     attack = Attack(tiny_setup(5, SecureAggregation()), names(5), real=True)
     attack.mask("c000", names(4))
