@@ -92,7 +92,7 @@ app.evaluate()(honest)
 HANGING_SECURE_SITE = (
     HANGING_SITE.replace("@app.train()", '@app.train("mask")')
     + """
-for stage in ("advertise", "share_keys", "unmask"):
+for stage in ("advertise", "share_keys", "check", "confirm", "unmask"):
     app.train(stage)(honest)
 """
 )
