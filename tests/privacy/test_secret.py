@@ -275,7 +275,7 @@ def rows(path: str) -> Task:
 """
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.fast_cases("True-client")
 @pytest.mark.parametrize("unit", ["example", "client"])
 @pytest.mark.parametrize("file", [True, False])
 def test_two_runs_on_data_that_differ_in_a_record_share_no_noise(unit: str, file: bool, tmp_path: Path) -> None:

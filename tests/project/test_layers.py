@@ -6,6 +6,7 @@ import ast
 import sys
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -122,8 +123,13 @@ def allowed_parts(module: str) -> list[str] | None:
     return next(([part, *others, *FILES] for part, others in REPORT_ONLY.items() if matches_part(module, part)), None)
 
 
-def imports_in(source: str) -> Iterator[tuple[int, str]]:
+@cache
+def imports_in(source: str) -> list[tuple[int, str]]:
     """Line and full name of every import; the last part of a name may be an object in a module."""
+    return list(_imports_in(source))
+
+
+def _imports_in(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
