@@ -205,7 +205,7 @@ FAULTS: dict[str, tuple[Tamper, str]] = {
     "half a step": (rewrite(steps=lambda steps: dict.fromkeys(steps, 0.5)), "after 0.5 steps"),
     "cut short": (blob(lambda data: data[:-9]), "its tensors cannot be read"),
     "too much": (blob(lambda data: OVERSIZED_BLOB), r"it has 4\d\d,\d\d\d bytes of tensors"),
-    "noise": (blob(lambda data: b"\xff" * 99), "its tensors cannot be read"),
+    "noise": (blob(lambda data: b"\xff" * 99), "it names tensors in 18,446,744,073,709,551,615 bytes"),
     "a pickle": (blob(lambda data: data, "pickle"), "are not one safetensors blob"),
     "nothing": (lambda message, reply: Message(RecordDict(), reply_to=message), "has no ConfigRecord 'job_id'"),
     "no tensors": (records(tensors=ConfigRecord()), "has no ArrayRecord 'tensors'"),
