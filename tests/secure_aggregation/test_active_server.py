@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations, product
 
@@ -261,6 +262,19 @@ def test_as_many_colluding_clients_as_promised_open_nothing_and_one_more_would(c
             assert all(len(found) >= attack.groups.needed - many for found in opened)
         else:
             assert min(map(len, opened)) == 1, "the bound is tight"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("play", [other_lists_for_each, two_halves])
+def test_server_opens_no_small_sum_of_a_sparse_graph_with_all_who_may_collude(play: Callable[[Attack], None]) -> None:
+    settings = SecureAggregation(threshold=0.75, collusion=0.1, signers={})
+    most = withstood(settings, 72).lying
+    assert most == 10
+    attack = Attack(tiny_setup(72, settings), names(72), names(72)[72 - most :])
+    assert len(attack.groups.neighbors["c000"]) == 44
+    with suppress(TooFewClients):  # a client whose group would be too small does not even mask
+        play(attack)
+    assert all(len(found - set(attack.colluding)) >= attack.groups.needed - most for found in attack.opened())
 
 
 # ---- what a client refuses
