@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from partita.cli.options import TrustCode, look
+from partita.cli.options import Changes, TrustCode, look
 from partita.storage.safe_text import printable
 
 if TYPE_CHECKING:
@@ -24,9 +24,7 @@ def budget(
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="Experiment config (TOML) with a [privacy] table.")
     ] = None,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a config key, e.g. --set method.mu=0.1. Repeatable.")
-    ] = None,
+    changes: Changes = None,
     epsilon: Annotated[
         float | None,
         typer.Option(help="Privacy budget. The noise multiplier is computed from it. With --new: the ledger's limit."),

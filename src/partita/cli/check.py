@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from partita.cli.options import Json
 from partita.storage.safe_text import printable
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def check(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Set an option, e.g. --set method.mu=0.1. Repeatable.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Test the promises that a method must keep, by short runs on a small federation. Exits with 1 if one is broken.
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from partita.cli.options import TrustCode, look
+from partita.cli.options import Changes, TrustCode, look
 from partita.storage.safe_text import printable
 
 
@@ -21,9 +21,7 @@ def config(
     file: Annotated[
         Path | None, typer.Option("--config", "-c", help="Check this config (TOML) and complete it.")
     ] = None,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a config key, e.g. --set method.mu=0.1. Repeatable.")
-    ] = None,
+    changes: Changes = None,
     trust_code: TrustCode = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of configs, for editors.")] = False,
 ) -> None:

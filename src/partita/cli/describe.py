@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from partita.cli.options import Json
+
 if TYPE_CHECKING:
     from partita.site.description.record import Description
 
@@ -70,7 +72,7 @@ def describe_sites(
     classes: Annotated[
         Path | None, typer.Option(help="Write the classes that all sites agree on, for 'partita site doctor'.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Compare the data of several sites and name what disagrees. Exits with 1 if something must be mended."""
     from partita.site.description.classes import write_classes

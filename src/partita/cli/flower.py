@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+from partita.cli.options import Changes, ConfigFile
+
 app = typer.Typer(help="Run across several machines with Flower.", no_args_is_help=True, pretty_exceptions_enable=False)
 
 App = Annotated[Path, typer.Argument(help="Folder of the Flower app.")]
@@ -23,10 +25,8 @@ Clients = Annotated[int | None, typer.Option(help="Number of clients to wait for
 @app.command()
 def init(
     folder: App,
-    config: Annotated[Path, typer.Option("--config", "-c", help="Experiment config (TOML).")],
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a config key, e.g. --set method.mu=0.1. Repeatable.")
-    ] = None,
+    config: ConfigFile,
+    changes: Changes = None,
     clients: Clients = None,
 ) -> None:
     """Write a Flower app for 'flwr run'."""

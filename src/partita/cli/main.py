@@ -9,7 +9,7 @@ import warnings
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -51,9 +51,6 @@ from partita.cli.options import (
 from partita.cli.progress import follow
 from partita.cli.stopping import Stopped, stop_on_signals
 from partita.storage.safe_text import printable
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     help="Federated fine-tuning of Transformers: say which parts train, which travel, and which stay.",

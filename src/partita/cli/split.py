@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from partita.cli.options import TrustCode, look
+from partita.cli.options import ConfigFile, Json, TrustCode, look
 from partita.storage.safe_text import printable
 
 
@@ -19,13 +19,13 @@ def register(app: typer.Typer) -> None:
 
 
 def split(
-    config: Annotated[Path, typer.Option("--config", "-c", help="Experiment config (TOML).")],
+    config: ConfigFile,
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Override a config key, e.g. --set split.alpha=0.1. Repeatable.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Also draw the split to a file: .png, .svg or .html.")] = None,
     trust_code: TrustCode = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show how many examples of which classes each client gets, and how uneven that is.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from partita.cli.compare import compare
-from partita.cli.options import check_metric, with_rounds
+from partita.cli.options import ConfigFile, Rounds, check_metric, with_rounds
 from partita.cli.progress import Display, Verbosity, shorten
 from partita.storage.safe_text import printable
 
@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
 
 def tune(
-    config: Annotated[Path, typer.Option("--config", "-c", help="Experiment config (TOML).")],
+    config: ConfigFile,
     methods: Annotated[str, typer.Option(help="Comma-separated methods, e.g. 'fedavg,fedprox(mu=0.1)'.")],
     space: Annotated[
         list[str],
@@ -52,7 +52,7 @@ def tune(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Override a config key, e.g. --set rounds=10. Repeatable.")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Number of rounds; short for --set rounds=N.")] = None,
+    rounds: Rounds = None,
     out: Annotated[Path, typer.Option(help="Tuning folder. An unfinished tuning in it is continued.")] = Path(
         "runs/tune"
     ),

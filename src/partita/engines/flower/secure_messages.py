@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from partita.engines.flower.messages import MessageError, check_records
+from partita.engines.flower.messages import SAME_VERSION, MessageError, check_records
 from partita.secure_aggregation.encoding import write_message
 
 Stage = Literal["advertise", "share_keys", "check", "mask", "confirm", "unmask"]
@@ -49,7 +49,7 @@ def decode_request(content: RecordDict) -> tuple[RecordDict, bytes, int]:
     cohort: Any = content.get(COHORT)
     clients = cohort.get("clients") if isinstance(cohort, ConfigRecord) else None
     if type(clients) is not int or not isinstance(content.get(BYTES), ArrayRecord):
-        raise MessageError("it is not a message of secure aggregation; do both sides run the same partita version?")
+        raise MessageError(f"it is not a message of secure aggregation; {SAME_VERSION}")
     return job, _data(content[BYTES]), clients
 
 
@@ -82,7 +82,7 @@ def read_bytes(content: RecordDict) -> bytes:
         MessageError: If it has none.
     """
     if not isinstance(content.get(BYTES), ArrayRecord):
-        raise MessageError("it has no bytes of secure aggregation; do both sides run the same partita version?")
+        raise MessageError(f"it has no bytes of secure aggregation; {SAME_VERSION}")
     return _data(content[BYTES])
 
 
