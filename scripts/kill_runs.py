@@ -27,6 +27,7 @@ from partita.core.tensors import digest
 from partita.experiment import run_folder
 from partita.experiment.config import Config, load, parse
 from partita.experiment.runner import resume, start
+from partita.record import file_names
 from partita.storage.atomic_files import list_checksummed
 from partita.storage.checkpoint import BEST
 
@@ -99,8 +100,8 @@ def settings(text: str) -> Config:
 
 def go_on(config: Config, folder: Path, seen: Callable[[], object] = lambda: None) -> None:
     """Begin the run, or resume it; `seen` is called after each round."""
-    started = (folder / run_folder.CONFIG).exists()
-    for _ in resume(load(folder / run_folder.CONFIG), folder) if started else start(config, folder):
+    started = (folder / file_names.CONFIG).exists()
+    for _ in resume(load(folder / file_names.CONFIG), folder) if started else start(config, folder):
         seen()
 
 
@@ -137,7 +138,7 @@ def kill_after(config: Config, folder: Path, seconds: float, wait: bool) -> bool
 def result(folder: Path) -> tuple[str, list[object]]:
     """The end but for its time, the values in the best checkpoint, and the rows but for their times."""
     end = {**(run_folder.finished(folder) or {}), "seconds": 0}
-    best = [digest(load_file(path)) for path in list_checksummed(folder / run_folder.CHECKPOINTS / BEST)[-1:]]
+    best = [digest(load_file(path)) for path in list_checksummed(folder / file_names.CHECKPOINTS / BEST)[-1:]]
     rows = [{**row, "seconds": 0} for row in run_folder.read_rows(folder)]
     return json.dumps([end, best]), list(rows)
 

@@ -32,9 +32,10 @@ from partita.core.optim import SGD, AdamW
 from partita.core.rounds import RoundResult, rounds
 from partita.engines.availability import Availability
 from partita.engines.simulation import SimulationEngine
-from partita.experiment import run_folder, runner
+from partita.experiment import runner
 from partita.experiment.config import load
 from partita.methods import COMPOSITIONS, INDEX, NEEDS_FACTORS, build
+from partita.record import file_names
 from partita.testing.trial import states_of
 
 FOUR = Clients(c0=3, c1=9, c2=12, c3=6)
@@ -143,7 +144,7 @@ def digests_of_folders() -> Iterator[tuple[str, str]]:
 def _digest_of_folder(config: Any, folder: Path) -> str:
     rows = [values(row) for row in runner.start(config, folder)]
     server = server_in(folder)
-    plan = values(json.loads((folder / run_folder.PLAN).read_text()))
+    plan = values(json.loads((folder / file_names.PLAN).read_text()))
     return digest(tensors.digest(server.params), json.dumps(rows), json.dumps(plan))
 
 

@@ -25,10 +25,10 @@ from partita.core.settings import Run, Training
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import Aggregate, Update
 from partita.engines.simulation import SimulationEngine
-from partita.experiment import run_folder
 from partita.experiment.builder import build
 from partita.experiment.config import Config, load, parse
 from partita.experiment.runner import restore_secret
+from partita.record import file_names
 from partita.storage import checkpoint
 from partita.storage.atomic_files import list_checksummed
 from partita.testing.toy import ToyExamples, ToyTransformer
@@ -211,7 +211,7 @@ def no_vmap_fallback() -> Iterator[None]:
 
 def server_in(folder: Path) -> Server:
     """The server in the newest checkpoint of a run folder."""
-    config = load(folder / run_folder.CONFIG)
+    config = load(folder / file_names.CONFIG)
     experiment = build(config, restore_secret(config, folder))
-    path = list_checksummed(folder / run_folder.CHECKPOINTS)[-1]
+    path = list_checksummed(folder / file_names.CHECKPOINTS)[-1]
     return checkpoint.read(path, initial=experiment.initial_values).server

@@ -19,6 +19,7 @@ from shell import Shell
 from partita.experiment import builder, process_pool, run_folder
 from partita.experiment.compare import expand
 from partita.methods import INDEX
+from partita.record import file_names
 from partita.storage import atomic_files
 from partita.storage.atomic_files import list_checksummed
 
@@ -360,7 +361,7 @@ def test_full_disk_during_a_run_command_loses_nothing(
     assert len(list_checksummed(folder / "checkpoints")) == 2
     assert not list(folder.rglob("*.part"))
     assert run_partita("resume", folder)[0] == 0
-    digests = [json.loads((path / run_folder.RESULT).read_text())["digest"] for path in (whole, folder)]
+    digests = [json.loads((path / file_names.RESULT).read_text())["digest"] for path in (whole, folder)]
     assert digests[0] == digests[1]
 
 

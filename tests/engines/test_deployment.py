@@ -36,6 +36,7 @@ from partita.engines.secure import SecureEngine
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import builder, flower_app, run_folder, runner
 from partita.experiment.config import load
+from partita.record import file_names
 from partita.storage.client_store import DiskStore
 from partita.storage.safe_text import label_folder
 
@@ -159,7 +160,7 @@ def test_run_survives_a_site_killed_during_a_round(tmp_path: Path, monkeypatch: 
         groups = [federation.link.pid, *(node.pid for node in federation.nodes.values())]
     result = run_folder.finished(tmp_path / "run")
     assert result, "the run did not finish"
-    rows = [json.loads(line) for line in (tmp_path / "run" / run_folder.ROWS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "run" / file_names.ROWS).read_text().splitlines()]
     assert [(sorted(row["cohort"]), list(row["lost"])) for row in rows] == [
         (["c0", "c1", "c2"], ["c1"]),
         (["c0", "c2"], []),  # a silent client is not asked again until it responds
@@ -191,7 +192,7 @@ def test_masks_of_a_site_killed_before_it_sent_its_update_are_recovered(
         os.killpg(federation.nodes["c1"].pid, signal.SIGKILL)
         running.join(LONG)
     assert run_folder.finished(tmp_path / "run"), "the run did not finish"
-    rows = [json.loads(line) for line in (tmp_path / "run" / run_folder.ROWS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "run" / file_names.ROWS).read_text().splitlines()]
     assert [(sorted(row["cohort"]), list(row["lost"])) for row in rows] == [
         (["c0", "c1", "c2"], ["c1"]),
         (["c0", "c2"], []),

@@ -71,6 +71,7 @@ from partita.methods import INDEX, NEEDS_FACTORS, build
 from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.scaffold import scaffold
+from partita.record import file_names
 from partita.storage import checkpoint
 from partita.storage.client_store import DiskStore
 from partita.testing.toy import ToyExamples
@@ -582,7 +583,7 @@ def app_grid(config: Path, folder: Path, run_config: dict[str, Any], **nodes: di
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / run_folder.ROWS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / file_names.ROWS).read_text().splitlines()]
     # Sites do not say how much of their work was padding: it follows from how many examples they have.
     return [{**{name: value for name, value in row.items() if name != "padding"}, "seconds": 0} for row in rows]
 
@@ -829,7 +830,7 @@ def test_up_passes_its_run_folder_on_and_fails_if_the_run_does_not_finish_there(
         config = parse_config_args([settings])
         assert config == {"clients": 3, "folder": str(tmp_path / "run ü")}
         if finishes:
-            run_folder.write_json(Path(str(config["folder"])) / run_folder.RESULT, {"rounds": 3})
+            run_folder.write_json(Path(str(config["folder"])) / file_names.RESULT, {"rounds": 3})
 
     @contextmanager
     def deployment(*words: Any) -> Iterator[SimpleNamespace]:

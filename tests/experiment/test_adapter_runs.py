@@ -17,7 +17,6 @@ from partita.core import tensors
 from partita.core.method_error import MethodError
 from partita.core.options import OptionError
 from partita.core.settings import RunError
-from partita.experiment import run_folder
 from partita.experiment.builder import build
 from partita.experiment.compare import load_method
 from partita.experiment.config import apply_override, differences, parse, settings_by_key
@@ -25,6 +24,7 @@ from partita.experiment.recorded_model import load_model
 from partita.experiment.runner import resume, start
 from partita.models import ModelError
 from partita.models.peft_adapters import AdaptedModel
+from partita.record import file_names
 from partita.storage.atomic_files import list_checksummed
 
 
@@ -119,7 +119,7 @@ def test_interrupted_run_continues_exactly_and_stores_only_the_adapter(adapter: 
     model = build(config).model
     assert one.params.keys() == model.initial.keys()
     assert all(model.tags[name] & {"lora", "lokr", "head"} for name in one.params)
-    stored = safetensors.torch.load(list_checksummed(tmp_path / "cut" / run_folder.CHECKPOINTS)[-1].read_bytes())
+    stored = safetensors.torch.load(list_checksummed(tmp_path / "cut" / file_names.CHECKPOINTS)[-1].read_bytes())
     frozen = {name.replace(".base_layer", "") for name, _ in model.module.named_parameters()}  # type: ignore[attr-defined]
     assert frozen == model.frozen_tags.keys()
     assert not any(name in key for key in stored for name in frozen)

@@ -21,10 +21,11 @@ import partita
 from partita.core import tensors
 from partita.core.rng import Key, seeded
 from partita.core.settings import RunError
-from partita.experiment import flower_app, run_folder, runner
+from partita.experiment import flower_app, runner
 from partita.experiment.audit import audit
 from partita.experiment.builder import build
 from partita.experiment.config import Config, load
+from partita.record import file_names
 
 WEIGHTS = "model.safetensors"
 EXPERIMENT = """
@@ -90,7 +91,7 @@ def test_resumed_run_refuses_a_changed_base(folder: Path, tmp_path: Path) -> Non
     rows = runner.start(config, place)
     next(rows)
     rows.close()
-    recorded = json.loads((place / run_folder.ENVIRONMENT).read_text())["base_digest"]
+    recorded = json.loads((place / file_names.ENVIRONMENT).read_text())["base_digest"]
     assert recorded == build(config).base_digest
     change_weights(folder)
     with pytest.raises(RunError, match=rf"the frozen weights in '{folder}' have changed since the run in {place} beg"):
@@ -111,7 +112,7 @@ def test_finished_run_refuses_a_changed_base(folder: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_run_without_a_recorded_digest_can_be_read(folder: Path, tmp_path: Path) -> None:
     run = partita.run(config_beside(folder, "model.frozen=[]", "method={name='fedavg'}"), tmp_path / "run")
-    assert "base_digest" not in json.loads((run.folder / run_folder.ENVIRONMENT).read_text())
+    assert "base_digest" not in json.loads((run.folder / file_names.ENVIRONMENT).read_text())
     run.model()
 
 

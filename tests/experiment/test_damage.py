@@ -20,6 +20,7 @@ from partita.core.rng import Key
 from partita.experiment import run_folder
 from partita.experiment.config import Config, load, parse
 from partita.experiment.runner import resume, start
+from partita.record import file_names
 from partita.storage import atomic_files
 from partita.storage.atomic_files import DamageError, DiskError, LinkError, list_checksummed
 
@@ -40,14 +41,14 @@ def settings(method: str = "fedper", seed: int = 0, rounds: int = ROUNDS) -> Con
 
 def finish_run(config: Config, folder: Path) -> str:
     """Start or resume the run, and return the digest of its result."""
-    begun = (folder / run_folder.CONFIG).exists()
-    for _ in resume(load(folder / run_folder.CONFIG), folder) if begun else start(config, folder):
+    begun = (folder / file_names.CONFIG).exists()
+    for _ in resume(load(folder / file_names.CONFIG), folder) if begun else start(config, folder):
         pass
     return result_digest(folder)
 
 
 def result_digest(folder: Path) -> str:
-    found: str = json.loads((folder / run_folder.RESULT).read_text())["digest"]
+    found: str = json.loads((folder / file_names.RESULT).read_text())["digest"]
     return found
 
 
@@ -205,13 +206,13 @@ def test_damaged_split_is_named_on_resume(tmp_path: Path) -> None:
     half = half_done_run(replace(settings("fedavg"), privacy=None), tmp_path / "half")
     for kind, damage in DAMAGE.items():
         folder = Path(shutil.copytree(half, tmp_path / kind))
-        path = folder / run_folder.SPLIT
+        path = folder / file_names.SPLIT
         path.write_bytes(damage(path.read_bytes()))
         with pytest.raises(DamageError, match=re.escape(str(path))):
-            next(resume(load(folder / run_folder.CONFIG), folder))
-    (half / run_folder.SPLIT).unlink()
+            next(resume(load(folder / file_names.CONFIG), folder))
+    (half / file_names.SPLIT).unlink()
     with pytest.raises(DamageError, match=r"split\.json is missing"):
-        next(resume(load(half / run_folder.CONFIG), half))
+        next(resume(load(half / file_names.CONFIG), half))
 
 
 @pytest.mark.slow
@@ -222,7 +223,7 @@ def test_run_of_an_earlier_version_without_a_split_is_resumed(tmp_path: Path, mo
         patch.setattr("partita.experiment.runner.describe_split", lambda federation: None)
         old = half_done_run(config, tmp_path / "old")
     finish_run(config, old)
-    assert not (old / run_folder.SPLIT).exists()
+    assert not (old / file_names.SPLIT).exists()
     assert_same(old, tmp_path / "whole")
 
 
@@ -230,10 +231,10 @@ def test_run_of_an_earlier_version_without_a_split_is_resumed(tmp_path: Path, mo
 def test_missing_client_state_is_refused_on_resume(runs: dict[str, Path], tmp_path: Path) -> None:
     for client in ("c0", "c1", "c2"):
         folder = Path(shutil.copytree(runs["half"], tmp_path / client))
-        path = list_checksummed(folder / run_folder.CLIENTS / client)[-1]
+        path = list_checksummed(folder / file_names.CLIENTS / client)[-1]
         path.unlink()
         with pytest.raises(DamageError, match=f"{path.name} is missing: it is the state of client '{client}'"):
-            next(resume(load(folder / run_folder.CONFIG), folder))
+            next(resume(load(folder / file_names.CONFIG), folder))
 
 
 @pytest.mark.slow
@@ -262,7 +263,7 @@ def test_run_killed_during_preparation_can_be_finished(runs: dict[str, Path], tm
 
 def test_run_folder_without_its_config_is_not_treated_as_new(runs: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
-    (folder / run_folder.CONFIG).unlink()
+    (folder / file_names.CONFIG).unlink()
     with pytest.raises(run_folder.RunFolderError, match="already holds a part of a run"):
         next(start(settings(), folder))
 
@@ -270,8 +271,8 @@ def test_run_folder_without_its_config_is_not_treated_as_new(runs: dict[str, Pat
 def test_checksum_paths_outside_the_run_folder_are_refused(runs: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
     for name in ("../half/config.toml", "/etc/passwd", "checkpoints/../../x"):
-        listed = json.loads((runs["half"] / run_folder.CHECKSUMS).read_text())
-        (folder / run_folder.CHECKSUMS).write_text(json.dumps({**listed, name: "0" * 32}))
+        listed = json.loads((runs["half"] / file_names.CHECKSUMS).read_text())
+        (folder / file_names.CHECKSUMS).write_text(json.dumps({**listed, name: "0" * 32}))
         with pytest.raises(DamageError, match="outside the run folder"):
             run_folder.verify(folder)
 

@@ -32,6 +32,7 @@ from partita.experiment.config_tables import StopConfig
 from partita.experiment.early_stopping import best_round, why_stop
 from partita.experiment.preview import preview
 from partita.experiment.runner import resume, start, start_or_resume
+from partita.record import file_names
 from partita.report import load_run
 from partita.storage import atomic_files, checkpoint
 from partita.storage.atomic_files import DamageError, list_checksummed, number_in_name
@@ -318,7 +319,7 @@ def kill_at(step: int) -> Iterator[None]:
     def dying(real: Callable[..., Any]) -> Callable[..., Any]:
         def change(*given: Any, **more: Any) -> Any:
             nonlocal count
-            if run_folder.PROGRESS in str(given[0]):  # written by a thread, at any time
+            if file_names.PROGRESS in str(given[0]):  # written by a thread, at any time
                 return real(*given, **more)
             count += 1
             if count >= step:
@@ -336,8 +337,8 @@ def kill_at(step: int) -> Iterator[None]:
 
 
 def go_on(config: Config, folder: Path) -> None:
-    begun = (folder / run_folder.CONFIG).exists()
-    for _ in resume(load(folder / run_folder.CONFIG), folder) if begun else start(config, folder):
+    begun = (folder / file_names.CONFIG).exists()
+    for _ in resume(load(folder / file_names.CONFIG), folder) if begun else start(config, folder):
         pass
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from helpers import SMALL_TASK, SMALL_VIT
 
-from partita.experiment import run_folder
 from partita.experiment.builder import build
 from partita.experiment.config import parse
 from partita.experiment.exported import (
@@ -23,6 +22,7 @@ from partita.experiment.exported import (
     read_export,
     write_export,
 )
+from partita.record import file_names
 
 EXPORT = Export(
     form="model",
@@ -42,10 +42,10 @@ EXPORT = Export(
 
 def written(folder: Path, **changes: Any) -> Path:
     write_export(folder, EXPORT)
-    raw = json.loads((folder / run_folder.EXPORTED).read_text())
+    raw = json.loads((folder / file_names.EXPORTED).read_text())
     for key, value in changes.items():
         raw[key] = value
-    (folder / run_folder.EXPORTED).write_text(
+    (folder / file_names.EXPORTED).write_text(
         json.dumps({key: value for key, value in raw.items() if value is not ...})
     )
     return folder
@@ -104,7 +104,7 @@ def test_folder_without_the_file_and_damaged_files_are_refused(tmp_path: Path) -
     with pytest.raises(ExportError, match=r"has no partita\.json; give a folder that 'partita export' wrote"):
         read_export(tmp_path)
     for text in ("", "[]", "nul", '{"format": 1'):
-        (tmp_path / run_folder.EXPORTED).write_text(text)
+        (tmp_path / file_names.EXPORTED).write_text(text)
         with pytest.raises(ExportError):
             read_export(tmp_path)
 

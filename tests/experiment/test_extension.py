@@ -31,6 +31,7 @@ from partita.experiment.extension import ExtensionError, reads_total
 from partita.experiment.runner import resume, start
 from partita.methods import INDEX, NEEDS_DUAL_ENCODER, NEEDS_FACTORS, build
 from partita.methods.fedfrozen import fedfrozen
+from partita.record import file_names
 from partita.storage import atomic_files
 from partita.storage.atomic_files import DamageError, DiskError
 from partita.storage.initial_values import flatten
@@ -61,7 +62,7 @@ def play(config: Config, folder: Path, stop: int | None = None) -> Path:
 
 
 def extend(folder: Path, rounds: int | None = LONG) -> Path:
-    for _ in resume(load(folder / run_folder.CONFIG), folder, rounds):
+    for _ in resume(load(folder / file_names.CONFIG), folder, rounds):
         pass
     return folder
 
@@ -82,7 +83,7 @@ def assert_same(extended: Path, whole: Path) -> None:
     assert tensors.equal(flatten(one), flatten(two))
     assert one.versions == two.versions
     assert rows_of(extended, SHORT - 1) == rows_of(whole, SHORT - 1)
-    for name in (run_folder.CONFIG, run_folder.PLAN, run_folder.PRIVACY):
+    for name in (file_names.CONFIG, file_names.PLAN, file_names.PRIVACY):
         if (whole / name).exists():
             assert (extended / name).read_bytes() == (whole / name).read_bytes(), name
     results = [run_folder.finished(folder) for folder in (extended, whole)]
@@ -120,8 +121,8 @@ def test_unfinished_and_twice_extended_runs_are_exact(stop: int, tmp_path: Path)
     whole = play(settings(method, 5, **tables), tmp_path / "whole")
     assert tensors.equal(flatten(server_in(folder)), flatten(server_in(whole)))
     assert (
-        json.loads((folder / run_folder.RESULT).read_text())["digest"]
-        == (json.loads((whole / run_folder.RESULT).read_text())["digest"])
+        json.loads((folder / file_names.RESULT).read_text())["digest"]
+        == (json.loads((whole / file_names.RESULT).read_text())["digest"])
     )
     assert run_folder.verify(folder)
 
@@ -271,7 +272,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, at: int | None) -> list[str]:
         real = getattr(owner, name)
 
         def counted(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if run_folder.PROGRESS in str(path):  # written by a thread, at any time
+            if file_names.PROGRESS in str(path):  # written by a thread, at any time
                 return real(path, *args, **kwargs)
             if len(calls) == at:
                 raise Killed
@@ -299,7 +300,7 @@ def test_extension_killed_at_any_change_is_the_old_run_or_can_be_resumed(
         calls = interrupt(patch, None)
         assert_same(extend(Path(shutil.copytree(short, tmp_path / "counted"))), whole)
     written = [call for call in calls if "part" not in call]
-    assert [call.partition(" ")[2] for call in written].count(run_folder.EXTENSION) == 1
+    assert [call.partition(" ")[2] for call in written].count(file_names.EXTENSION) == 1
     first = calls.index("append rows.jsonl")  # from there on, the extension is a run like any other
     assert first > 10
     committed = 0
@@ -319,7 +320,7 @@ def test_extension_killed_at_any_change_is_the_old_run_or_can_be_resumed(
             committed += 1
         assert_same(folder, whole)
         assert run_folder.verify(folder)
-        assert not (folder / run_folder.EXTENSION).exists()
+        assert not (folder / file_names.EXTENSION).exists()
     assert committed > 5
 
 
@@ -337,7 +338,7 @@ def test_pending_extension_is_named_and_checked(tmp_path: Path, monkeypatch: pyt
             extend(folder)
     with pytest.raises(run_folder.RunFolderError, match="was interrupted; complete it with 'partita resume"):
         run_folder.verify(folder)
-    path = folder / run_folder.EXTENSION
+    path = folder / file_names.EXTENSION
     whole = path.read_text()
     for damaged in (
         whole.replace("rounds = 4", "rounds = 5"), whole.replace("environment", "environments"), "[]", '{"files": {}}',
@@ -346,9 +347,9 @@ def test_pending_extension_is_named_and_checked(tmp_path: Path, monkeypatch: pyt
         path.write_text(damaged)
         with pytest.raises(DamageError, match=r"extension\.json is"):
             run_folder.complete_extension(folder)
-        assert (folder / run_folder.RESULT).exists()
+        assert (folder / file_names.RESULT).exists()
     path.write_text(whole)
     run_folder.complete_extension(folder)
-    assert load(folder / run_folder.CONFIG).rounds == LONG
-    assert not (folder / run_folder.RESULT).exists()
-    assert builder.build(load(folder / run_folder.CONFIG)).run.rounds == LONG
+    assert load(folder / file_names.CONFIG).rounds == LONG
+    assert not (folder / file_names.RESULT).exists()
+    assert builder.build(load(folder / file_names.CONFIG)).run.rounds == LONG

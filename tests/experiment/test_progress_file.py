@@ -23,6 +23,7 @@ from partita.experiment.progress_file import ProgressEngine, ProgressFile, recor
 from partita.experiment.runner import resume, start
 from partita.methods.fedavg import fedavg
 from partita.privacy.guard import PrivacyConfig
+from partita.record import file_names
 from partita.report import schema
 from partita.storage import atomic_files
 
@@ -131,12 +132,12 @@ def fail_in_the_second_round(config: Config, folder: Path) -> dict[str, Any]:
     """What the file says after a failure in a run of this config, which must have begun to train."""
 
     def on_reply(replies: int, cohort: int) -> None:
-        if (folder / run_folder.ROWS).exists():
+        if (folder / file_names.ROWS).exists():
             raise ZeroDivisionError("with value 42")
 
     with pytest.raises(ZeroDivisionError):
         list(start(config, folder, on_reply=on_reply))
-    found: dict[str, Any] = schema.PROGRESS(json.loads((folder / run_folder.PROGRESS).read_text()), "it")
+    found: dict[str, Any] = schema.PROGRESS(json.loads((folder / file_names.PROGRESS).read_text()), "it")
     return found
 
 
@@ -147,10 +148,10 @@ def test_a_failed_run_says_why_and_a_resumed_and_finished_one_has_no_progress(tm
     rows = resume(config, tmp_path)
     next(rows)
     rows.close()
-    assert json.loads((tmp_path / run_folder.PROGRESS).read_text())["state"] == "stopped"
+    assert json.loads((tmp_path / file_names.PROGRESS).read_text())["state"] == "stopped"
     list(resume(config, tmp_path))
     assert run_folder.finished(tmp_path)
-    assert not (tmp_path / run_folder.PROGRESS).exists()
+    assert not (tmp_path / file_names.PROGRESS).exists()
 
 
 def test_overwriting_a_run_deletes_its_progress(tmp_path: Path) -> None:
@@ -196,7 +197,7 @@ def test_only_the_thread_of_the_file_touches_the_disk(tmp_path: Path, monkeypatc
 
 def test_a_run_that_has_no_round_to_run_only_deletes_old_progress(tmp_path: Path) -> None:
     progress_of(tmp_path)._write()
-    assert os.listdir(tmp_path) == [run_folder.PROGRESS]
+    assert os.listdir(tmp_path) == [file_names.PROGRESS]
     with record_progress(Scripted("a"), tmp_path, toy_run(fedavg()), private=False):
         pass
     assert not os.listdir(tmp_path)

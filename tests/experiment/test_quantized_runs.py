@@ -20,6 +20,7 @@ from partita.experiment import run_folder, runner
 from partita.experiment.builder import build
 from partita.experiment.config import Config, load
 from partita.models import ModelError
+from partita.record import file_names
 
 EXPERIMENT = """
 rounds = 2
@@ -112,7 +113,7 @@ def test_run_resumes_bit_for_bit(experiment: Path, tmp_path: Path) -> None:
         pass
     digests = [(run_folder.finished(tmp_path / name) or {})["digest"] for name in ("whole", "parts")]
     assert digests[0] == digests[1]
-    bases = [json.loads((tmp_path / name / run_folder.ENVIRONMENT).read_text()) for name in ("whole", "parts")]
+    bases = [json.loads((tmp_path / name / file_names.ENVIRONMENT).read_text()) for name in ("whole", "parts")]
     assert bases[0]["base_digest"] == bases[1]["base_digest"]
 
 

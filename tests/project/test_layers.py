@@ -117,10 +117,14 @@ def allowed_parts(module: str) -> list[str] | None:
             return [part for earlier in CORE[: line + 1] for part in earlier]
     for part, others in ABOVE_CORE.items():
         if matches_part(module, part):
-            return ["core", part, *others]
+            return ["core", "record", part, *others]
     if any(matches_part(module, part) for part in TOP_LEVEL):
         return ["*"]
-    return next(([part, *others, *FILES] for part, others in REPORT_ONLY.items() if matches_part(module, part)), None)
+    if matches_part(module, "record"):
+        return ["record"]
+    return next(
+        (["record", part, *others, *FILES] for part, others in REPORT_ONLY.items() if matches_part(module, part)), None
+    )
 
 
 @cache
@@ -263,13 +267,13 @@ MODULES = {
         ("core.client", "from .plan import Plan", "a relative import"),
         ("core.client", "import scipy.stats", "imports scipy; only these may: methods"),
         ("methods.fedavg", "from partita.data import task", "imports partita.data.task; of partita"),
-        ("methods.fedavg", "from partita.privacy.client_level import clip", "it may import: core, methods"),
+        ("methods.fedavg", "from partita.privacy.client_level import clip", "it may import: core, record, methods"),
         ("models.vit", "from partita.methods import method", "imports partita.methods.__init__;"),
-        ("engines.simulation", "import partita.experiment.builder", "it may import: core, engines, training, storage"),
+        ("engines.simulation", "import partita.experiment.builder", "it may import: core, record, engines, training, storage"),
         ("engines.simulation", "import flwr.client", "imports flwr; only these may: engines.flower"),
         ("experiment.builder", "from partita.cli.main import main", "imports partita.cli.main;"),
         ("experiment.builder", "import typer", "only these may: cli"),
-        ("report.page", "from partita.core.tensors import Names", "it may import: report"),
+        ("report.page", "from partita.core.tensors import Names", "it may import: record, report"),
         ("data.text", "from transformers import AutoTokenizer", "only these may: models"),
         ("models.vit", "import sklearn.datasets", "only these may: data, evaluation"),
         ("evaluation", "if TYPE_CHECKING:\n    import matplotlib", "evaluation.py:2: imports matplotlib;"),

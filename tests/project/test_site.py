@@ -13,6 +13,7 @@ import yaml
 from partita.experiment import run_folder
 from partita.experiment.run_files import RUN_FILES
 from partita.methods import INDEX
+from partita.record import file_names
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -214,5 +215,5 @@ def test_link_checker_refuses_an_empty_site(tmp_path: Path) -> None:
 def test_reference_of_the_run_folder_has_every_file() -> None:
     names = {value for name, value in vars(run_folder).items() if name.isupper() and isinstance(value, str)}
     files = {name.rstrip("/") for name in RUN_FILES}
-    others = {run_folder.REMEDY, run_folder.IDENTITY, run_folder.BEST, run_folder.EXPORTED}
+    others = {run_folder.REMEDY, run_folder.IDENTITY, run_folder.BEST, file_names.EXPORTED}
     assert names - others <= files

@@ -27,6 +27,7 @@ from partita.engines.flower.prefork_server import start_prefork_server
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import builder, flower_app, run_folder
 from partita.experiment.config import load
+from partita.record import file_names
 from partita.site.answering import REASON
 
 LONG = 300.0  # seconds; nothing takes this long, even on a busy machine
@@ -151,14 +152,14 @@ def test_app_of_the_server_runs_under_flower_and_never_at_a_site(tmp_path: Path)
     homes = set(notes.read_text().splitlines())
     assert homes == {str(plain)}, "the attack works under flower-supernode, and only there"
     assert not list(kit.folder.rglob("client_app.py")), "the app was not unpacked"
-    rows = [json.loads(line) for line in (tmp_path / "run" / run_folder.ROWS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "run" / file_names.ROWS).read_text().splitlines()]
     assert [(sorted(row["cohort"]), row["lost"]) for row in rows] == [(["c0", "c1"], {})] * 4
     lines = kit.log.lines()
     kinds = [line["kind"] for line in lines]
     assert kinds == ["started", "name", *["left"] * 4, "name", *["refused"] * 4, "stopped"]
     assert len({line["app"] for line in lines[1:-1]}) == 1
     assert all("[leave] does not allow" in line["reason"] for line in lines if line["kind"] == "refused")
-    lost = [json.loads(line)["lost"] for line in (tmp_path / "more" / run_folder.ROWS).read_text().splitlines()]
+    lost = [json.loads(line)["lost"] for line in (tmp_path / "more" / file_names.ROWS).read_text().splitlines()]
     assert lost == [{"c1": REASON}] * 4, "the server is told nothing but that"
     assert "The policy covers all." in (tmp_path / "site.log").read_text()
     built = builder.build(load(kit.site.experiment_file))

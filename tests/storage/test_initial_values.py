@@ -17,11 +17,11 @@ from partita.core.rounds import initial_server, rounds
 from partita.core.server_rule import Server
 from partita.core.versions import ParameterVersions
 from partita.engines.simulation import SimulationEngine
-from partita.experiment import run_folder
 from partita.experiment.config import load
 from partita.experiment.runner import start
 from partita.methods.fedavgm import fedavgm
 from partita.methods.fedfrozen import fedfrozen
+from partita.record import file_names
 from partita.storage import checkpoint
 from partita.storage.atomic_files import DamageError, list_checksummed
 from partita.storage.initial_values import InitialValueError, InitialValues, flatten
@@ -115,7 +115,7 @@ def test_resume_with_other_weights_under_the_same_path_is_refused(
     run = start(config, tmp_path / "run")
     next(run)
     run.close()  # type: ignore[attr-defined]
-    checkpoints = list_checksummed(tmp_path / "run" / run_folder.CHECKPOINTS)
+    checkpoints = list_checksummed(tmp_path / "run" / file_names.CHECKPOINTS)
     weights = tmp_path / "model" / "model.safetensors"
     assert checkpoints[-1].stat().st_size < weights.stat().st_size
     stored = safetensors.torch.load(weights.read_bytes())
@@ -125,7 +125,7 @@ def test_resume_with_other_weights_under_the_same_path_is_refused(
     assert code == 1
     assert "another initial value of 'params/bert.encoder.layer.1.attention.self.key.weight'" in err
     assert "model.path" in err
-    assert list_checksummed(tmp_path / "run" / run_folder.CHECKPOINTS) == checkpoints
+    assert list_checksummed(tmp_path / "run" / file_names.CHECKPOINTS) == checkpoints
 
 
 def test_tensor_that_is_gone_is_not_among_the_unchanged() -> None:

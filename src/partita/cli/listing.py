@@ -12,12 +12,12 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from partita.record.file_names import CHECKSUMS, CONFIG, ROWS
 from partita.report import ReportError, load_run
 from partita.report.load import read_config, tested
 from partita.storage.safe_text import printable
 
-CONFIG = "config.toml"
-RECORDED = ("rows.jsonl", "checksums.json")  # a run folder has one of these next to its config
+RECORDED = (ROWS, CHECKSUMS)  # a run folder has one of these next to its config
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ def _describe(folder: Path) -> dict[str, Any]:
     try:
         config, _ = read_config(folder / CONFIG)
         row |= {"label": config["label"], "seed": config["seed"], "rounds": f"0/{config.get('rounds', '?')}"}
-        if not (folder / "rows.jsonl").exists():  # the run is in its first round, or was stopped in it
+        if not (folder / ROWS).exists():  # the run is in its first round, or was stopped in it
             return row
         record = load_run(folder)
     except (ValueError, OSError) as error:

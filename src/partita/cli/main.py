@@ -50,6 +50,7 @@ from partita.cli.options import (
 )
 from partita.cli.progress import follow
 from partita.cli.stopping import Stopped, stop_on_signals
+from partita.record import file_names
 from partita.storage.safe_text import printable
 
 app = typer.Typer(
@@ -125,7 +126,7 @@ def run(
     if resume and (result := run_folder.finished(folder)) and result.get("rounds") == settings.rounds:
         told = f"{folder} {run_folder.stopped(folder) or 'is finished'}; nothing to resume"
         print(printable(told), file=sys.stderr if as_json else sys.stdout)
-    done = run_folder.saved_rounds(folder) if resume and (folder / run_folder.CONFIG).exists() else None
+    done = run_folder.saved_rounds(folder) if resume and (folder / file_names.CONFIG).exists() else None
     follow(
         lambda on_reply: (
             start_or_resume(settings, folder, on_reply) if resume else start(settings, folder, overwrite, on_reply)
@@ -228,7 +229,6 @@ def audit(
     run_folder.require_run(folder)
     from partita.experiment.audit import audit as attack
     from partita.experiment.audit import failures
-    from partita.experiment.run_folder import AUDIT
 
     findings = attack(folder, canaries, shadows, trust_code, group)
     failed = failures(findings)
@@ -250,7 +250,7 @@ def audit(
         print(f"epsilon is claimed to be at most {claim['planned']:.3g}")
     if claim and group is not None and claim.get("group") != group:
         print(f"canaries were groups by '{group}', about which the run claims nothing")
-    print(f"written to {folder / AUDIT}; 'partita report {folder}' shows it")
+    print(f"written to {folder / file_names.AUDIT}; 'partita report {folder}' shows it")
     for sentence in failed:
         print(f"the privacy claim does not hold: {sentence}")
     raise typer.Exit(int(bool(failed)))

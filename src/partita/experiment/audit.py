@@ -37,6 +37,7 @@ from partita.privacy.mechanism_choice import check_choice
 from partita.privacy.mechanism_client_noise import check_client_noise
 from partita.privacy.mechanism_clients import check_clients
 from partita.privacy.membership import Array, best_guesses, confidence_of, likelihood_ratios, roc
+from partita.record import file_names
 from partita.storage import checkpoint
 from partita.storage.client_store import DiskStore, MemoryStore
 
@@ -82,14 +83,14 @@ def audit(
             f"{task.name} is a regression, and --shadows compares the probabilities of answers; leave out --shadows"
         )
     saved = checkpoint.newest(
-        folder / run_folder.CHECKPOINTS,
+        folder / file_names.CHECKPOINTS,
         identity,
         initial_server(experiment.run, experiment.model),
         experiment.device,
         experiment.initial_values,
     )
     if not saved.done:
-        raise PrivacyError(f"{folder / run_folder.CHECKPOINTS} holds no checkpoint, so there is no model to attack")
+        raise PrivacyError(f"{folder / file_names.CHECKPOINTS} holds no checkpoint, so there is no model to attack")
     findings: Findings = {"claim": guard.about() if guard else None, "mechanism": [], "attacks": {}, "bound": None}
     if guard:
         findings["mechanism"] = judge(_on_mechanism(experiment, folder, saved.server))
@@ -98,7 +99,7 @@ def audit(
         findings["group"] = group
     if canaries:
         findings |= _on_training(experiment, canaries, shadows, findings["attacks"])
-    run_folder.write_json(folder / run_folder.AUDIT, findings)
+    run_folder.write_json(folder / file_names.AUDIT, findings)
     return findings
 
 
@@ -152,7 +153,7 @@ def _on_result(experiment: Experiment, folder: Path, saved: checkpoint.Checkpoin
     """Membership inference: members are clients' training examples, non-members their validation and test examples."""
     run, model, federation = experiment.run, experiment.model, experiment.federation
     done, server = saved.done, saved.server
-    store = MemoryStore(DiskStore(folder / run_folder.CLIENTS, experiment.device, saved.states))
+    store = MemoryStore(DiskStore(folder / file_names.CLIENTS, experiment.device, saved.states))
     engine = SimulationEngine(run, model, federation, device=experiment.device, store=store)
     clients = sorted((Key(0) / "audit").sample(federation.clients, min(CLIENTS, len(federation.clients))))
     by_loss: list[tuple[Array, Array]] = []

@@ -7,6 +7,7 @@ from pathlib import Path
 from partita.core.settings import RunError
 from partita.experiment import run_folder
 from partita.experiment.builder import Experiment
+from partita.record import file_names
 from partita.storage.atomic_files import read_json
 
 BASE_DIGEST = "base_digest"  # key in the environment of a run
@@ -18,7 +19,7 @@ def check_base(experiment: Experiment, folder: Path) -> None:
     Raises:
         RunError: If they have changed. A run that recorded no digest is not checked.
     """
-    path = folder / run_folder.ENVIRONMENT
+    path = folder / file_names.ENVIRONMENT
     with run_folder.expect_format(path):
         recorded = read_json(path).get(BASE_DIGEST)
     if recorded is not None and recorded != experiment.base_digest:

@@ -14,12 +14,12 @@ from partita.experiment import run_folder
 from partita.experiment.config import Config, ConfigError, load, settings_by_key
 from partita.experiment.process_pool import run_in_processes
 from partita.experiment.run_names import method_label, overrides_of, split_methods
+from partita.record import file_names
 from partita.storage.processes import this_process
 from partita.storage.safe_text import label_folder
 
 Planned = tuple[Path, Config]
 MAX_SEEDS = 10_000
-COMPARISON = "comparison.json"  # beside the runs while they are run: all of them, also those that have not started
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def expand(
     for folder, settings in planned:
         if overwrite:
             run_folder.refuse_others(folder)
-        elif (folder / run_folder.CONFIG).exists():
+        elif (folder / file_names.CONFIG).exists():
             from partita.experiment.runner import check_same_run
 
             check_same_run(settings, folder)
@@ -125,8 +125,8 @@ def announce(planned: list[Planned]) -> Path | None:
         {"folder": folder.relative_to(common).as_posix(), "label": each.label, "seed": each.seed, "rounds": each.rounds}
         for folder, each in planned
     ]
-    run_folder.write_json(common / COMPARISON, {"process": this_process(), "runs": runs})
-    return common / COMPARISON
+    run_folder.write_json(common / file_names.COMPARISON, {"process": this_process(), "runs": runs})
+    return common / file_names.COMPARISON
 
 
 def _run_one(folder: Path, settings: Config, threads: int, overwrite: bool) -> None:

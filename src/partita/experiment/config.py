@@ -56,6 +56,7 @@ from partita.models.adapter_options import TABLE as ADAPTER_TABLE
 from partita.models.adapter_options import AdapterOptions, adapter_options
 from partita.models.from_task import check_path
 from partita.privacy.guard import PrivacyConfig
+from partita.record import file_names
 
 
 class ConfigError(ValueError):
@@ -63,7 +64,6 @@ class ConfigError(ValueError):
 
 
 Table = Mapping[str, Any]
-RECORDED = "config.toml"  # the config of a run folder
 CODE = "code"  # the table of a recorded config with the digests of the user's own code
 
 
@@ -239,7 +239,7 @@ def load_recorded(folder: Path, trust_code: bool = False, own_code: Mapping[str,
     Raises:
         CodeError: If the config names code that this user has not run on this machine.
     """
-    raw = read_toml(folder / RECORDED)
+    raw = read_toml(folder / file_names.CONFIG)
     if not trust_code:
         check_trusted(references_in(anchored(raw, folder)), own_code)
     return parse(anchored(raw, folder))

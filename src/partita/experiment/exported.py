@@ -16,7 +16,7 @@ from partita import data
 from partita.core.options import closest_match
 from partita.experiment.builder import Experiment
 from partita.experiment.config_code import portable
-from partita.experiment.run_folder import EXPORTED
+from partita.record.file_names import EXPORTED
 from partita.storage import atomic_files
 from partita.tasks import KINDS
 

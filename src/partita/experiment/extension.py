@@ -17,6 +17,7 @@ from partita.core.server_rule import ServerRule
 from partita.core.settings import Run
 from partita.experiment import run_folder
 from partita.experiment.builder import Experiment, build_method, build_run
+from partita.record import file_names
 
 
 class ExtensionError(ValueError):
@@ -40,7 +41,7 @@ def check(experiment: Experiment, planned: int, folder: Path) -> None:
         shorter, build_method(config.method), experiment.model, experiment.federation, Key(config.seed), after.secret
     )
     noises = [each.privacy_config.noise if each else None for each in (guard, experiment.guard)]
-    with run_folder.expect_format(folder / run_folder.ROWS):
+    with run_folder.expect_format(folder / file_names.ROWS):
         rows = list(islice(run_folder.read_rows(folder), run_folder.saved_rounds(folder)))
         reason = (
             _other_noise(noises, before, after)
@@ -51,7 +52,7 @@ def check(experiment: Experiment, planned: int, folder: Path) -> None:
     if reason:
         raise ExtensionError(
             f"{folder} cannot be extended from {planned} to {after.rounds} rounds: {reason}; start a new run: "
-            f"partita run --config {folder / run_folder.CONFIG} --set rounds={after.rounds} --out NEW_FOLDER"
+            f"partita run --config {folder / file_names.CONFIG} --set rounds={after.rounds} --out NEW_FOLDER"
         )
 
 

@@ -35,6 +35,7 @@ from partita.experiment.round_log import Row
 from partita.experiment.run_names import default_folder
 from partita.experiment.runner import prepare, restore, restore_secret, run_rounds
 from partita.privacy.secret import load_or_save
+from partita.record import file_names
 from partita.storage.atomic_files import write
 from partita.storage.safe_text import label_folder, path_component, printable
 
@@ -136,7 +137,7 @@ def check_run_folder(app: Path, folder: Path) -> None:
     Raises:
         RunFolderError: If the folder holds a finished run, or a run of another config.
     """
-    if not (folder / run_folder.CONFIG).exists():
+    if not (folder / file_names.CONFIG).exists():
         return
     remedy = f"choose another run folder: --out {shlex.quote(str(_free_folder(folder)))}"
     run_folder.verify(folder)
@@ -177,7 +178,7 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
     """
     folder = Path(str(_required(settings, "folder", "run config")))
     config = replace(config, engine=replace(config.engine, clients_per_block=1))
-    started = (folder / run_folder.CONFIG).exists()
+    started = (folder / file_names.CONFIG).exists()
     experiment = build(config, restore_secret(config, folder) if started else new_secret(config))
     with run_folder.lock(folder):
         done, server = 0, initial_server(experiment.run, experiment.model)

@@ -23,6 +23,7 @@ from partita.experiment.recorded_model import RecordedModel
 from partita.methods.cards import card as method_card
 from partita.models.from_task import HUB_ID
 from partita.privacy.disclosure import OUTSIDE_ROWS, ROW, Unit
+from partita.record import file_names
 from partita.storage.atomic_files import read_json
 from partita.storage.safe_text import printable
 
@@ -98,7 +99,7 @@ class _Facts:
         self.unit: Unit | None = self.config.privacy.unit if self.config.privacy else None
         rows = list(run_folder.read_rows(recorded.folder))
         self.rows = rows[: export.round]
-        self.environment: Mapping[str, Any] = read_json(recorded.folder / run_folder.ENVIRONMENT)
+        self.environment: Mapping[str, Any] = read_json(recorded.folder / file_names.ENVIRONMENT)
         self.title = f"{export.base.name.rpartition('/')[2] or self.config.model['name']} by {export.method}"
         path = str(self.config.data.get("path", ""))
         self.dataset = path if "/" in path and HUB_ID.fullmatch(path) and not Path(path).exists() else ""
@@ -230,14 +231,14 @@ class _Facts:
     def privacy(self) -> Iterator[str]:
         if self.unit is None:
             return
-        about = read_json(self.recorded.folder / run_folder.PRIVACY)
+        about = read_json(self.recorded.folder / file_names.PRIVACY)
         spent = [row["privacy"].get("epsilon") for row in self.rows if row.get("privacy")]
         epsilon = _number(spent[-1] if spent else None)
         group = f" ({_code(about['group'])})" if about.get("group") else ""
         lines = [("unit", f"{self.unit}{group}"), ("epsilon", epsilon), ("delta", _number(about.get("delta")))]
         lines.append(("accountant", escaped(about.get("accountant", MISSING))))
         told = "Everything in this card is covered by the guarantee, or does not depend on the data of clients."
-        audit = self.recorded.folder / run_folder.AUDIT
+        audit = self.recorded.folder / file_names.AUDIT
         found = read_json(audit) if audit.is_file() else {}
         bound = found.get("bound")
         if bound and found.get("group", about.get("group")) == about.get("group"):  # an audit may attack other units

@@ -10,6 +10,7 @@ from partita.experiment.builder import build
 from partita.experiment.config import Config, load_recorded
 from partita.privacy.ledger import Ledger
 from partita.privacy.statement import Subject, statement
+from partita.record import file_names
 from partita.storage.atomic_files import read_json
 
 
@@ -55,8 +56,8 @@ def statement_of_run(folder: Path, ledger: Path | None = None) -> str:
     rows = list(run_folder.read_rows(folder))
     if not rows:
         raise PrivacyError(f"{folder} has no finished round; finish it with 'partita resume {folder}'")
-    about = read_json(folder / run_folder.PRIVACY)
-    audit = read_json(folder / run_folder.AUDIT) if (folder / run_folder.AUDIT).is_file() else {}
+    about = read_json(folder / file_names.PRIVACY)
+    audit = read_json(folder / file_names.AUDIT) if (folder / file_names.AUDIT).is_file() else {}
     same_unit = audit.get("group", about.get("group")) == about.get("group")  # an audit may attack other units
     return statement(
         Subject(

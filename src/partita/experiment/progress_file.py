@@ -17,7 +17,7 @@ from partita.core.data import EvaluateOn
 from partita.core.rounds import ClientFailure, Engine, Reply
 from partita.core.settings import Run
 from partita.core.update import MaskedUpdate, Update
-from partita.experiment.run_folder import PROGRESS
+from partita.record.file_names import PROGRESS
 from partita.storage.atomic_files import write
 from partita.storage.processes import this_process
 

@@ -16,6 +16,7 @@ from partita.experiment import run_folder
 from partita.experiment.base_digest import check_base
 from partita.experiment.builder import Experiment, build
 from partita.experiment.config import load_recorded
+from partita.record import file_names
 from partita.storage import checkpoint
 from partita.storage.atomic_files import list_checksummed, number_in_name
 from partita.storage.client_store import DiskStore
@@ -61,7 +62,7 @@ class RecordedModel:
                     f"of a client: --client {clients[0]}"
                 )
             return self.saved.server.params
-        store = DiskStore(self.folder / run_folder.CLIENTS, experiment.device, self.saved.states)
+        store = DiskStore(self.folder / file_names.CLIENTS, experiment.device, self.saved.states)
         return model.personal(client_params(run, model, job, store.load(client, done))[1])
 
 
@@ -109,7 +110,7 @@ def load_model(
 
 def _find(folder: Path, round: RoundChoice) -> Path:
     """Return the file of a checkpoint, before anything else is loaded."""
-    checkpoints = folder / run_folder.CHECKPOINTS
+    checkpoints = folder / file_names.CHECKPOINTS
     newest, best = list_checksummed(checkpoints), list_checksummed(checkpoints / checkpoint.BEST)
     if not newest:
         raise RunError(f"{folder} has no checkpoint yet; wait for one, or continue the run: partita resume {folder}")
@@ -128,6 +129,6 @@ def _find(folder: Path, round: RoundChoice) -> Path:
         raise RunError(
             f"{folder} has no checkpoint after {round} rounds, only after {kept}: a run keeps the newest "
             f"{checkpoint.CHECKPOINTS_KEPT} and the best; to stop at {round}, run it again: "
-            f"partita run --config {folder / run_folder.CONFIG} --rounds {round} --out FOLDER"
+            f"partita run --config {folder / file_names.CONFIG} --rounds {round} --out FOLDER"
         )
     return by_round[round]

@@ -23,6 +23,26 @@ from filelock import FileLock, Timeout
 
 from partita.core import own_code
 from partita.privacy import secret
+from partita.record.file_names import (
+    AUDIT,
+    CHECKPOINTS,
+    CHECKSUMS,
+    CLIENTS,
+    CONFIG,
+    ENVIRONMENT,
+    EXPORTED,
+    EXTENSION,
+    LOCK,
+    PLAN,
+    PRIVACY,
+    PROGRESS,
+    REPORT,
+    RESULT,
+    ROWS,
+    SAMPLES,
+    SPLIT,
+    TRACK,
+)
 from partita.storage import atomic_files
 from partita.storage.atomic_files import (
     DamageError,
@@ -36,16 +56,8 @@ from partita.storage.atomic_files import (
 from partita.storage.checkpoint import BEST
 from partita.track import TRACKERS
 
-CONFIG, ROWS, PLAN, ENVIRONMENT, RESULT = "config.toml", "rows.jsonl", "plan.json", "environment.json", "result.json"
-SPLIT, CHECKSUMS, CHECKPOINTS, CLIENTS = "split.json", "checksums.json", "checkpoints", "clients"
-PRIVACY, AUDIT, REPORT, LOCK = "privacy.json", "audit.json", "report.html", ".lock"
-SAMPLES = "samples.json"
-TRACK = "track"  # what trackers keep on this machine
-PROGRESS = "progress.json"  # only while the run goes on, or if it failed or was stopped
-EXTENSION = "extension.json"  # only while files are replaced to extend the run
 IDENTITY = "run"  # entry in the checksums of an extended run: its identity, which is that of the shorter run
 OUTDATED = (RESULT, AUDIT, SAMPLES)  # files about the run as it was before an extension
-EXPORTED = "partita.json"  # what an exported model is
 REMEDY = "restore it from a copy, or start a new run in another folder"
 
 

@@ -39,6 +39,7 @@ from partita.experiment.tracking import Track, open_trackers
 from partita.experiment.trusted_code import trust
 from partita.privacy import secret
 from partita.privacy.guard import PrivacyGuard
+from partita.record import file_names
 from partita.storage import checkpoint
 from partita.storage.atomic_files import read_json
 from partita.storage.client_store import ClientStore, DiskStore, MemoryStore
@@ -81,7 +82,7 @@ def start(
         if overwrite:
             run_folder.remove_run(folder)
         prepare(experiment, folder)
-        disk = DiskStore(folder / run_folder.CLIENTS, experiment.device, {})
+        disk = DiskStore(folder / file_names.CLIENTS, experiment.device, {})
         with _engine_and_store(experiment, disk, on_reply, charged) as (engine, store):
             server = initial_server(experiment.run, experiment.model)
             yield from run_rounds(experiment, folder, engine, store, server, 0, checkpoints=checkpoints)
@@ -116,7 +117,7 @@ def resume(config: Config, folder: Path, rounds: int | None = None, on_reply: On
             extension.check(experiment, planned, folder)
             run_folder.replace_files(folder, _derived_files(experiment))
         saved = restore_all(experiment, folder)
-        disk = DiskStore(folder / run_folder.CLIENTS, experiment.device, saved.states)
+        disk = DiskStore(folder / file_names.CLIENTS, experiment.device, saved.states)
         disk.rewind(saved.done)
         with _engine_and_store(experiment, disk, on_reply, charged) as (engine, store):
             yield from run_rounds(experiment, folder, engine, store, saved.server, saved.done)
@@ -131,7 +132,7 @@ def start_or_resume(config: Config, folder: Path, on_reply: OnReply | None = Non
         RunFolderError: If the folder holds another run. The engine's settings may differ; the recorded ones are used.
         ExtensionError: If the run cannot be extended exactly.
     """
-    if not (folder / run_folder.CONFIG).exists():
+    if not (folder / file_names.CONFIG).exists():
         return start(config, folder, on_reply=on_reply)
     run_folder.complete_extension(folder)
     planned = load_recorded(folder, own_code=config.code).rounds
@@ -175,7 +176,7 @@ def prepare(experiment: Experiment, folder: Path) -> None:
     for name, text in copies.items():  # before the config, which cannot be loaded without them
         run_folder.write(folder / name, text)
     trust(references)
-    run_folder.write(folder / run_folder.CONFIG, derived.pop(run_folder.CONFIG))
+    run_folder.write(folder / file_names.CONFIG, derived.pop(file_names.CONFIG))
     notes = "; ".join(experiment.federation.task.notes) or IN_MEMORY
     notes = "withheld" if experiment.guard and notes != IN_MEMORY else notes  # notes may count what clients hold
     chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly", "data": notes}
@@ -187,14 +188,14 @@ def prepare(experiment: Experiment, folder: Path) -> None:
         chosen["findings"] = "; ".join(experiment.findings)
     if experiment.compiling.reason:
         chosen["compile"] = experiment.compiling.reason
-    run_folder.write_json(folder / run_folder.ENVIRONMENT, run_folder.environment(experiment.device, **chosen))
+    run_folder.write_json(folder / file_names.ENVIRONMENT, run_folder.environment(experiment.device, **chosen))
     for name, data in derived.items():
         run_folder.write(folder / name, data)
-    written = [run_folder.CONFIG, run_folder.ENVIRONMENT, *derived, *copies]
+    written = [file_names.CONFIG, file_names.ENVIRONMENT, *derived, *copies]
     # Under privacy, exact counts of what clients hold are withheld.
     if not experiment.guard and (held := describe_split(experiment.federation)):
-        run_folder.write(folder / run_folder.SPLIT, (json.dumps(held) + "\n").encode())
-        written.append(run_folder.SPLIT)
+        run_folder.write(folder / file_names.SPLIT, (json.dumps(held) + "\n").encode())
+        written.append(file_names.SPLIT)
     run_folder.write_checksums(folder, [*written, *([str(secret.FILE)] if makes_secret(experiment.config) else [])])
 
 
@@ -203,14 +204,14 @@ def _derived_files(experiment: Experiment) -> dict[str, bytes]:
     primary = experiment.evaluator.primary
     metric = {"name": primary.name, "higher_is_better": primary.higher_is_better}
     files = {
-        run_folder.CONFIG: _resolved(experiment).to_toml().encode(),
-        run_folder.PLAN: run_folder.to_json(
+        file_names.CONFIG: _resolved(experiment).to_toml().encode(),
+        file_names.PLAN: run_folder.to_json(
             {"metric": metric, "own_metrics": _own_metrics(experiment), "stages": stages(experiment)}
         ),
     }
     if experiment.guard:
         about = {**experiment.guard.about(), "secret": _fingerprint(experiment)}
-        files[run_folder.PRIVACY] = run_folder.to_json(about)
+        files[file_names.PRIVACY] = run_folder.to_json(about)
     return files
 
 
@@ -228,7 +229,7 @@ def _fingerprint(experiment: Experiment) -> str | None:
 
 def describe_compute(config: Config, folder: Path) -> str:
     """Describe device, threads, block size and step mode in one line, and which of them "auto" chose."""
-    env = read_json(folder / run_folder.ENVIRONMENT)
+    env = read_json(folder / file_names.ENVIRONMENT)
     names = ("device", "clients_per_block", "cuda_graphs", "compile")
     auto = [name for name in names if getattr(config.engine, name) == "auto"]
     text = f"on {env['device']}, {env['threads']} threads, blocks of {env['block']}, steps {env['steps']}"
@@ -264,21 +265,21 @@ def restore_all(experiment: Experiment, folder: Path) -> checkpoint.Checkpoint:
     check_base(experiment, folder)
     first = initial_server(experiment.run, experiment.model)
     saved = checkpoint.newest(
-        folder / run_folder.CHECKPOINTS, identity, first, experiment.device, experiment.initial_values
+        folder / file_names.CHECKPOINTS, identity, first, experiment.device, experiment.initial_values
     )
     run_folder.keep_rows(folder, saved.done, saved.rows if saved.done else None)
-    with run_folder.expect_format(folder / run_folder.ROWS):
+    with run_folder.expect_format(folder / file_names.ROWS):
         best = restore_history(experiment, folder).best(experiment)
-    checkpoint.rewind_best(folder / run_folder.CHECKPOINTS, saved.done, best)
+    checkpoint.rewind_best(folder / file_names.CHECKPOINTS, saved.done, best)
     if experiment.guard:
-        with run_folder.expect_format(folder / run_folder.ROWS):
+        with run_folder.expect_format(folder / file_names.ROWS):
             _restore_spending(experiment, experiment.guard, folder)
     return saved
 
 
 def _restore_spending(experiment: Experiment, guard: PrivacyGuard, folder: Path) -> None:
     """Charge the rounds that were already run. The secret, the training data and the noise must be the same as then."""
-    recorded = read_json(folder / run_folder.PRIVACY)
+    recorded = read_json(folder / file_names.PRIVACY)
     if recorded["secret"] != _fingerprint(experiment):
         raise PrivacyError(
             f"{folder} was started with other training data or another secret; restore them, or start a new run: with "
@@ -397,7 +398,7 @@ def _run_rounds(
     server = replace(server, params=tensors.to(server.params, experiment.device), state=state)
     started = clock = time.perf_counter()
     identity, written = run_folder.verify(folder) or "", run_folder.RowLog(folder)
-    with run_folder.expect_format(folder / run_folder.ROWS):
+    with run_folder.expect_format(folder / file_names.ROWS):
         history = restore_history(experiment, folder)
     last = deque(run_folder.read_rows(folder), maxlen=1)
     row: Row = last[0] if last else {}  # the run may have been stopped after its last round, before writing its result
@@ -413,7 +414,7 @@ def _run_rounds(
         if checkpoints and due:
             store.commit(done, best)
             checkpoint.save(
-                folder / run_folder.CHECKPOINTS,
+                folder / file_names.CHECKPOINTS,
                 done,
                 server,
                 identity,
@@ -440,8 +441,8 @@ def _run_rounds(
             model, task = experiment.model, experiment.federation.task
             initial = tensors.to(model.initial, experiment.device)
             samples = sample_answers(config.evaluate, model, task, initial, server.params)
-            run_folder.write_json(folder / run_folder.SAMPLES, {"samples": samples})
-        run_folder.write_json(folder / run_folder.RESULT, summary)
+            run_folder.write_json(folder / file_names.SAMPLES, {"samples": samples})
+        run_folder.write_json(folder / file_names.RESULT, summary)
 
 
 def digest(experiment: Experiment, server: Server, store: ClientStore) -> str:

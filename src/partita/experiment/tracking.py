@@ -16,6 +16,7 @@ from typing import Any
 from partita.core.registry import call, find_function
 from partita.evaluation.metrics import ECE, LOSS, MAE, MSE, PERPLEXITY
 from partita.experiment import run_folder
+from partita.record import file_names
 from partita.storage.atomic_files import read_json
 from partita.track import TRACKERS, Table, TrackedRun, Tracker
 from partita.track.scalars import Totals, scalars, tables, without_clients
@@ -49,7 +50,7 @@ def describe_run(name: str, config: Config, folder: Path) -> TrackedRun:
         name=str(track.get("name") or f"{config['label']} seed {config['seed']}"),
         group=str(track.get("group") or ""),
         settings=sent_settings(config),
-        folder=folder / run_folder.TRACK / name,
+        folder=folder / file_names.TRACK / name,
     )
 
 
@@ -179,10 +180,10 @@ def _only_warn(name: str, when: str) -> Iterator[None]:
 
 def lower_is_better(folder: Path) -> set[str]:
     """Return the metrics of a run of which lower values are better: built-in ones, and the user's own."""
-    with run_folder.expect_format(folder / run_folder.PLAN):
+    with run_folder.expect_format(folder / file_names.PLAN):
         own = [
             each["name"]
-            for each in read_json(folder / run_folder.PLAN).get("own_metrics", ())
+            for each in read_json(folder / file_names.PLAN).get("own_metrics", ())
             if not each["higher_is_better"]
         ]
     return {metric.name for metric in (ECE, LOSS, MAE, MSE, PERPLEXITY)}.union(own)

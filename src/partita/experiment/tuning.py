@@ -38,10 +38,10 @@ from partita.experiment.runner import start_or_resume
 from partita.experiment.search_space import Space, check_methods, checked, parse_space, spaces_of, with_settings
 from partita.experiment.trial_sampler import Outcome, Pruner, Sampler, Search
 from partita.experiment.validation_only import validation_only
+from partita.record import file_names
 from partita.storage.atomic_files import DamageError, LinkError, read_json
 from partita.storage.safe_text import label_folder
 
-ASKED, TRIAL, CHOSEN, TRIALS = "tune.json", "trial.json", "chosen.json", "trials"
 MAX_BUDGET = 10_000
 FIRST_SEED = MAX_SEEDS  # added to the config's seed: a comparison counts up from there and never gets as far
 State = Literal["running", "complete", "pruned", "failed"]
@@ -126,7 +126,7 @@ class Study:
         """Return all trials so far, in order."""
         found = []
         for number in range(self.options.budget):
-            path = self.folder / f"{number:03}" / TRIAL
+            path = self.folder / f"{number:03}" / file_names.TRIAL
             if not os.path.lexists(path):
                 break
             with run_folder.expect_format(path):
@@ -156,7 +156,7 @@ def plan_tuning(config: Path, changes: Sequence[str], options: Options, out: Pat
     studies: list[Study] = []
     for spec in specs:
         default = load_method(config, changes, spec)
-        folder = out / TRIALS / label_folder(default.label)
+        folder = out / file_names.TRIALS / label_folder(default.label)
         if any(study.folder == folder for study in studies):
             raise ConfigError(f"two of --methods '{options.methods}' would share the folder {folder}; remove one")
         _check_validation(default, options)
@@ -184,7 +184,7 @@ def tune_all(studies: Sequence[Study], out: Path, jobs: int) -> Iterator[tuple[S
         The methods that finished since the last time, every half second.
     """
     with run_folder.lock(out):
-        run_folder.write_json(out / ASKED, _asked(studies, studies[0].options))
+        run_folder.write_json(out / file_names.TUNING, _asked(studies, studies[0].options))
         jobs = min(jobs, len(studies))
         threads = max(1, (os.cpu_count() or 1) // jobs)
         by_name = {study.default.label: study for study in studies}
@@ -218,7 +218,7 @@ def tune_method(study: Study, threads: int | None = None) -> None:
         ended = _run_trial(study, started[0], outcomes, metric, threads)
         _write(study, ended)
         for folder in _runs(study, ended):  # only a run that goes on needs them, and they are large
-            for name in (run_folder.CHECKPOINTS, run_folder.CLIENTS):
+            for name in (file_names.CHECKPOINTS, file_names.CLIENTS):
                 shutil.rmtree(folder / name, ignore_errors=True)
         done = [*earlier, ended]
 
@@ -233,7 +233,7 @@ def chosen(study: Study) -> Trial:
     if not complete:
         raise OptionError(
             f"no trial of {study.default.label} is complete, so there is nothing to choose; see 'reason' in the files "
-            f"{study.folder}/*/{TRIAL}, and change --space or the config"
+            f"{study.folder}/*/{file_names.TRIAL}, and change --space or the config"
         )
     sign = 1 if complete[0].metric["higher_is_better"] else -1
     return max(complete, key=lambda trial: (sign * (trial.score or 0.0), -trial.number))
@@ -303,7 +303,7 @@ def _run_trial(study: Study, trial: Trial, earlier: Sequence[Outcome], metric: M
 def _rows(config: Config, folder: Path) -> Iterator[Row]:
     """Yield all rows of a run: those that are saved, and then those of the rounds that are left."""
     saved = 0
-    if (folder / run_folder.CONFIG).exists():
+    if (folder / file_names.CONFIG).exists():
         saved = run_folder.count_rows(folder) if run_folder.finished(folder) else run_folder.saved_rounds(folder)
     before = list(islice(run_folder.read_rows(folder), saved))
     return chain(before, start_or_resume(config, folder))
@@ -355,7 +355,7 @@ def _runs(study: Study, trial: Trial) -> list[Path]:
 
 
 def _write(study: Study, trial: Trial) -> None:
-    path = study.folder / f"{trial.number:03}" / TRIAL
+    path = study.folder / f"{trial.number:03}" / file_names.TRIAL
     path.parent.mkdir(parents=True, exist_ok=True)
     run_folder.write_json(path, asdict(trial))
 
@@ -389,10 +389,10 @@ def _asked(studies: Sequence[Study], options: Options) -> dict[str, Any]:
 
 def _check_same(asked: Mapping[str, Any], out: Path) -> None:
     """Raise RunFolderError if the folder holds a tuning that was asked otherwise."""
-    path = out / ASKED
+    path = out / file_names.TUNING
     if not os.path.lexists(path):
-        if os.path.lexists(out / TRIALS):
-            raise RunFolderError(f"{out} holds trials but no {ASKED}; choose another folder with --out")
+        if os.path.lexists(out / file_names.TRIALS):
+            raise RunFolderError(f"{out} holds trials but no {file_names.TUNING}; choose another folder with --out")
         return
     with run_folder.expect_format(path):
         there = read_json(path)
@@ -434,4 +434,4 @@ def _write_chosen(studies: Sequence[Study], out: Path) -> None:
             run_folder.write(folder / name, text)
         run_folder.write(folder / f"{study.folder.name}.toml", tomli_w.dumps(raw).encode())
         listed.append({"method": study.default.label, "trial": best.number, "label": config.label})
-    run_folder.write_json(out / CHOSEN, {"methods": listed})
+    run_folder.write_json(out / file_names.CHOSEN, {"methods": listed})

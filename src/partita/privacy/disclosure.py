@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from partita.record import file_names
+
 Unit = Literal["example", "group", "client"]
 # public: does not depend on private data, or is declared public.
 # charged: a release with its own noise, recorded in the ledger.
@@ -149,7 +151,7 @@ OUTSIDE_ROWS: Mapping[str, Quantity] = {
         "the number sets a client's weight and sampling rate; under group-level privacy it is the number of groups, "
         "and the number of examples is not sent; under client-level privacy all weights are 1",
     ),
-    "split.json": Quantity(
+    file_names.SPLIT: Quantity(
         "withheld",
         "withheld",
         "clients' numbers of examples and of labels are exact; a private run does not record them",
@@ -184,18 +186,18 @@ OUTSIDE_ROWS: Mapping[str, Quantity] = {
         "public", "public", "a private run stops early by its epsilon only, which follows from public numbers"
     ),
     "digest": Quantity("noised", "named", "a checksum of the server's tensors and the clients' own"),
-    "audit.json": Quantity(
+    file_names.AUDIT: Quantity(
         "named",
         "named",
         "attacks are measured on raw examples: do not publish it with the run; a model card shows its bound on "
         "epsilon, and says that it is not covered",
     ),
-    "samples.json": Quantity(
+    file_names.SAMPLES: Quantity(
         "withheld",
         "withheld",
         "examples of the central test set in full; a private run refuses evaluate.samples",
     ),
-    "progress.json": Quantity(
+    file_names.PROGRESS: Quantity(
         "public",
         "public",
         "the round and its phase, while the run goes on; in a private run it does not say which clients take part, "

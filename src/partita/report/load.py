@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from partita.record import file_names
 from partita.report import schema
 from partita.report.metric import ACCURACY, Metric, metric_named
 from partita.storage import atomic_files
@@ -63,13 +64,15 @@ def find(folder: Path | str) -> list[Path]:
     """
     folders = []
     for parent, below, names in os.walk(folder):
-        if "trial.json" in names:
+        if file_names.TRIAL in names:
             below.clear()
-        elif {"rows.jsonl", "config.toml"} <= {*names}:
+        elif {file_names.ROWS, file_names.CONFIG} <= {*names}:
             folders.append(Path(parent))
     folders.sort()
     if not folders:
-        raise ReportError(f"no run at or below '{folder}'; a run folder holds config.toml and rows.jsonl")
+        raise ReportError(
+            f"no run at or below '{folder}'; a run folder holds {file_names.CONFIG} and {file_names.ROWS}"
+        )
     return folders
 
 
@@ -80,32 +83,32 @@ def load_run(folder: Path | str) -> RunRecord:
         ReportError: If it is not a run folder, or if a file in it does not have the expected content.
     """
     folder = Path(folder)
-    for needed in ("config.toml", "rows.jsonl"):
+    for needed in (file_names.CONFIG, file_names.ROWS):
         if not os.path.lexists(folder / needed):
             raise ReportError(f"'{folder}' is not a run folder: it has no {needed}; give the folder of one run")
-    config, config_text = read_config(folder / "config.toml")
-    plan = _json(folder / "plan.json", schema.PLAN)
+    config, config_text = read_config(folder / file_names.CONFIG)
+    plan = _json(folder / file_names.PLAN, schema.PLAN)
     return RunRecord(
         label=str(config["label"]),
         seed=int(config["seed"]),
         config=config,
-        rows=_rows(folder / "rows.jsonl"),
+        rows=_rows(folder / file_names.ROWS),
         plan=tuple(plan.get("stages", ())),
-        environment={key: str(value) for key, value in _json(folder / "environment.json").items()},
-        finished=os.path.lexists(folder / "result.json"),
+        environment={key: str(value) for key, value in _json(folder / file_names.ENVIRONMENT).items()},
+        finished=os.path.lexists(folder / file_names.RESULT),
         folder=folder,
         metric=Metric(**plan.get("metric", {})),
         own_metrics=tuple(
             Metric(own["name"], own["higher_is_better"], own["fraction"]) for own in plan.get("own_metrics", ())
         ),
         code={f"{CODE}/{name}": _code(folder / CODE / name) for name in config.get(CODE, {}) if _is_file_name(name)},
-        privacy=_json(folder / "privacy.json", schema.PRIVACY),
-        audit=_json(folder / "audit.json", schema.AUDIT),
-        split=_json(folder / "split.json", schema.split),
-        samples=tuple(_json(folder / "samples.json", schema.SAMPLES).get("samples", ())),
+        privacy=_json(folder / file_names.PRIVACY, schema.PRIVACY),
+        audit=_json(folder / file_names.AUDIT, schema.AUDIT),
+        split=_json(folder / file_names.SPLIT, schema.split),
+        samples=tuple(_json(folder / file_names.SAMPLES, schema.SAMPLES).get("samples", ())),
         config_text=config_text,
-        best=(_json(folder / "result.json", schema.RESULT).get("best") or {}).get("after"),
-        stopped=_stopped(folder / "result.json"),
+        best=(_json(folder / file_names.RESULT, schema.RESULT).get("best") or {}).get("after"),
+        stopped=_stopped(folder / file_names.RESULT),
     )
 
 
@@ -188,7 +191,7 @@ def _distinguishing(runs: Sequence[RunRecord]) -> list[str]:
 
 def read_metric(folder: Path | str) -> Metric:
     """Return the metric of a run, even if it has no finished round yet."""
-    return Metric(**_json(Path(folder) / "plan.json", schema.PLAN).get("metric", {}))
+    return Metric(**_json(Path(folder) / file_names.PLAN, schema.PLAN).get("metric", {}))
 
 
 def metric_of(records: Iterable[RunRecord], name: str | None = None) -> Metric:
@@ -236,7 +239,7 @@ def _is_file_name(name: str) -> bool:
 def _code(path: Path) -> str:
     """Return the text of a copy of a user's own file, which is shown and never run."""
     if not os.path.lexists(path):
-        raise ReportError(f"'{path}' is missing, but config.toml names it; restore it as it was written")
+        raise ReportError(f"'{path}' is missing, but {file_names.CONFIG} names it; restore it as it was written")
     return atomic_files.read(path).decode(errors="replace")
 
 

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from partita.record.file_names import CONFIG
 from partita.report.elements import Table
 from partita.report.load import CODE, RunRecord, by_label, settings
 from partita.storage.safe_text import label_folder
@@ -76,7 +77,7 @@ def commands(records: Sequence[RunRecord]) -> str:
 
 def _config_path(folder: str, run: RunRecord, number: str = "") -> str:
     """Return where to write a config. The user's own files lie next to it, so it then has a folder of its own."""
-    return f"again/{folder}{number}-config/config.toml" if run.code else f"again/{folder}{number}.toml"
+    return f"again/{folder}{number}-config/{CONFIG}" if run.code else f"again/{folder}{number}.toml"
 
 
 def _write_config(path: str, run: RunRecord) -> list[str]:

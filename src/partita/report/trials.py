@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from partita.record.file_names import CHOSEN, TRIAL, TRIALS, TUNING
 from partita.report import schema
 from partita.report.elements import Table
 from partita.report.load import ReportError, RunRecord, number
@@ -16,7 +17,6 @@ from partita.report.render import Column, markdown_table, text_table
 from partita.storage import atomic_files
 from partita.storage.safe_text import printable
 
-TUNING, TRIAL, CHOSEN, TRIALS = "tune.json", "trial.json", "chosen.json", "trials"
 MAX_TRIALS = 10_000  # of one method
 COUNTED = (
     "Every method was given the same number of trials. A trial that failed or was stopped counts as one; trial 0 is "

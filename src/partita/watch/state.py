@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from partita.record.file_names import CHECKSUMS, COMPARISON, CONFIG, PROGRESS, ROWS
 from partita.report import schema
 from partita.report.load import by_number
 from partita.storage.processes import is_gone
-from partita.watch.watched_run import CONFIG, PROGRESS, ROWS, PlannedRun, WatchedRun, read_json, short_text
-
-COMPARISON = "comparison.json"  # beside the runs of a comparison, while they are run
+from partita.watch.watched_run import PlannedRun, WatchedRun, read_json, short_text
 
 REFRESH = 1.0  # seconds between two looks at the folders
 SEARCH = 3.0  # seconds between two searches for new folders
@@ -95,7 +94,7 @@ class Watcher:
             if count >= MAX_FOLDERS:
                 self.too_many = True
                 break
-            if CONFIG in files and {ROWS, PROGRESS, "checksums.json"} & {*files}:
+            if CONFIG in files and {ROWS, PROGRESS, CHECKSUMS} & {*files}:
                 found.append(Path(parent))
                 folders.clear()
             elif COMPARISON in files:

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from partita.record.file_names import CONFIG, PLAN, PRIVACY, PROGRESS, RESULT, ROWS
 from partita.report import schema
 from partita.report.load import number, read_config
 from partita.report.metric import Metric, metric_named
@@ -20,8 +21,6 @@ from partita.storage.atomic_files import MAX_LINE_BYTES, DamageError
 from partita.storage.processes import is_gone
 from partita.storage.safe_text import printable
 
-CONFIG, ROWS, PLAN, PRIVACY, RESULT = "config.toml", "rows.jsonl", "plan.json", "privacy.json", "result.json"
-PROGRESS = "progress.json"
 FILES = (CONFIG, ROWS, PLAN, PRIVACY, RESULT, PROGRESS)
 
 SILENT = 30.0  # seconds without a sign of life after which a run counts as stopped
