@@ -10,8 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from partita.record.row import Row, numbers
 from partita.report.load import RunRecord, load_runs
 from partita.report.load import load_run as load_record
+from partita.report.metric import metric_named
 
 if TYPE_CHECKING:
     from partita.core.model import Model
@@ -188,9 +190,9 @@ def load_run(folder: Path | str) -> RecordedRun:
 def to_frame(folders: Path | str | Iterable[Path | str]) -> Any:
     """Return all runs at or below some folders as one pandas DataFrame, with one row per run and round.
 
-    Columns are `label`, `seed`, `folder`, `round`, and the recorded numbers: `test.METRIC`, `personal.METRIC` and
-    `unseen.METRIC` (means over clients), `train_loss`, `bytes.up`, `bytes.down`, `seconds`, `lr`, `clients`, `lost` and
-    `epsilon`.
+    Columns are `label`, `seed`, `folder`, `round`, and all recorded numbers, with the names that trackers get and dots:
+    `test.METRIC`, `validation.METRIC`, `personal.METRIC.mean` and `personal.METRIC.worst_tenth` over clients,
+    `bytes.up`, `clients.sampled`, `clients.lost`, `drift.TAG.MEASURE`, `privacy.epsilon` and others.
 
     Raises:
         ReportError: If there is no run, or a run cannot be read.
@@ -207,15 +209,8 @@ def _frame(records: Iterable[RunRecord]) -> Any:
     return pandas.DataFrame([_flat(record, row) for record in records for row in record.rows])
 
 
-def _flat(record: RunRecord, row: Mapping[str, Any]) -> dict[str, Any]:
-    cells: dict[str, Any] = {"label": record.label, "seed": record.seed, "folder": str(record.folder)}
-    cells |= {key: row.get(key) for key in ("round", "train_loss", "seconds", "lr")}
-    cells |= {f"test.{metric}": value for metric, value in (row.get("test") or {}).items()}
-    for key in ("personal", "unseen"):
-        for metric, by_client in (row.get(key) or {}).items():
-            cells[f"{key}.{metric}"] = sum(by_client.values()) / len(by_client) if by_client else None
-    cells |= {f"bytes.{direction}": count for direction, count in (row.get("bytes") or {}).items()}
-    cells |= {"clients": len(row.get("cohort") or ()), "lost": len(row.get("lost") or ())}
-    if "privacy" in row:
-        cells["epsilon"] = row["privacy"]["epsilon"]
-    return cells
+def _flat(record: RunRecord, row: Row) -> dict[str, Any]:
+    known = [record.metric, *record.own_metrics]
+    found = numbers(row, lambda name: not metric_named(name, known).higher_is_better)
+    cells: dict[str, Any] = {".".join(path): value for path, value in found}
+    return {"label": record.label, "seed": record.seed, "folder": str(record.folder), **cells}

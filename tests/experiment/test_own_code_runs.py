@@ -19,7 +19,9 @@ from partita.experiment import flower_app, run_folder
 from partita.experiment.builder import build
 from partita.experiment.config import load, load_recorded, parse, shared_digest
 from partita.experiment.runner import resume, start
+from partita.experiment.tracking import lower_is_better
 from partita.experiment.trusted_code import trusted_file
+from partita.track.scalars import scalars
 
 SIDE_EFFECT = "from pathlib import Path\nPath(__file__).with_name('was_run').touch()\n"
 
@@ -395,8 +397,10 @@ def test_frame_has_a_row_for_each_round(tmp_path: Path) -> None:
     row = partita.load_run(tmp_path / "runs" / "seed-1").rows[-1]
     assert last["test.wrong"] == row["test"]["wrong"]
     assert last["bytes.up"] == row["bytes"]["up"]
-    assert last["personal.accuracy"] == pytest.approx(sum(row["personal"]["accuracy"].values()) / 2)
-    assert (last["clients"], last["lost"]) == (2, 0)
+    assert last["personal.accuracy.mean"] == pytest.approx(sum(row["personal"]["accuracy"].values()) / 2)
+    assert (last["clients.sampled"], last["clients.lost"]) == (2, 0)
+    sent = scalars(row, lower_is_better(tmp_path / "runs" / "seed-1"))
+    assert {name.replace("/", ".") for name in sent} <= set(frame.columns)
 
 
 @pytest.mark.slow

@@ -23,8 +23,7 @@ from partita.experiment.progress_file import ProgressEngine, ProgressFile, recor
 from partita.experiment.runner import resume, start
 from partita.methods.fedavg import fedavg
 from partita.privacy.guard import PrivacyConfig
-from partita.record import file_names
-from partita.report import schema
+from partita.record import file_names, forms
 from partita.storage import atomic_files
 
 NOTHING: Tensors = {}
@@ -66,7 +65,7 @@ def progress_of(folder: Path, private: bool = False, **more: Any) -> ProgressFil
 
 def content(progress: ProgressFile) -> dict[str, Any]:
     progress._write()
-    found: dict[str, Any] = schema.PROGRESS(json.loads(progress.path.read_text()), "it")
+    found: dict[str, Any] = forms.PROGRESS(json.loads(progress.path.read_text()), "it")
     return found
 
 
@@ -137,7 +136,7 @@ def fail_in_the_second_round(config: Config, folder: Path) -> dict[str, Any]:
 
     with pytest.raises(ZeroDivisionError):
         list(start(config, folder, on_reply=on_reply))
-    found: dict[str, Any] = schema.PROGRESS(json.loads((folder / file_names.PROGRESS).read_text()), "it")
+    found: dict[str, Any] = forms.PROGRESS(json.loads((folder / file_names.PROGRESS).read_text()), "it")
     return found
 
 

@@ -27,7 +27,8 @@ from partita.experiment.config import parse
 from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg
 from partita.privacy.client_level import protect_clients
-from partita.privacy.disclosure import LOST, OUTSIDE_ROWS, ROW, disclosed, withhold
+from partita.privacy.disclosure import LOST, OUTSIDE_ROWS, disclosed, withhold
+from partita.record.row import QUANTITIES
 from partita.training.local_training import train_clients
 
 GUIDE = Path(__file__).resolve().parent.parent.parent / "docs" / "guide" / "privacy.md"
@@ -76,7 +77,7 @@ def test_every_row_key_has_a_disclosure_status(tmp_path: Path) -> None:
     for number, (method, privacy) in enumerate(runs):
         seen |= run_one_round(tmp_path / str(number), method, **privacy).keys()
     rare = {"refused", "bounded", "skipped", "by_type"}  # only in rounds with faulty clients, or with entities
-    assert seen | rare == ROW.keys(), "give the key a status for both units in privacy/disclosure.py"
+    assert seen | rare == QUANTITIES.keys(), "a row has a key that is no field of record/row.py"
 
 
 def test_private_rows_withhold_losses_drift_and_scores(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def guide_table() -> Iterator[tuple[str, str, str]]:
 
 
 def test_guide_table_matches_the_code() -> None:
-    every = {**ROW, **OUTSIDE_ROWS}
+    every = {**QUANTITIES, **OUTSIDE_ROWS}
     assert list(guide_table()) == [(what, each.example, each.client) for what, each in every.items()]
 
 
@@ -232,7 +233,7 @@ def test_private_run_records_no_split(unit: str, tmp_path: Path) -> None:
 def test_privacy_record_lists_uncovered_and_withheld_quantities() -> None:
     for unit in ("example", "client"):
         found = disclosed(unit)
-        for what, quantity in {**ROW, **OUTSIDE_ROWS}.items():
+        for what, quantity in {**QUANTITIES, **OUTSIDE_ROWS}.items():
             status = quantity.example if unit == "example" else quantity.client
             line = f"{what}: {quantity.why}"
             assert (line in found["not_covered"]) == (status == "named")

@@ -269,7 +269,11 @@ MODULES = {
         ("methods.fedavg", "from partita.data import task", "imports partita.data.task; of partita"),
         ("methods.fedavg", "from partita.privacy.client_level import clip", "it may import: core, record, methods"),
         ("models.vit", "from partita.methods import method", "imports partita.methods.__init__;"),
-        ("engines.simulation", "import partita.experiment.builder", "it may import: core, record, engines, training, storage"),
+        (
+            "engines.simulation",
+            "import partita.experiment.builder",
+            "it may import: core, record, engines, training, storage",
+        ),
         ("engines.simulation", "import flwr.client", "imports flwr; only these may: engines.flower"),
         ("experiment.builder", "from partita.cli.main import main", "imports partita.cli.main;"),
         ("experiment.builder", "import typer", "only these may: cli"),

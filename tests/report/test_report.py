@@ -913,6 +913,7 @@ def test_report_package_imports_no_torch_or_pyplot() -> None:
                 assert "pyplot" not in name, (path.name, name)
                 own = (
                     "partita.report",
+                    "partita.record",
                     "partita.storage.safe_text",
                     "partita.storage.atomic_files",
                     "partita.storage.png",

@@ -187,8 +187,8 @@ def test_epsilon_and_withheld_values_of_a_private_run(tmp_path: Path) -> None:
     (folder / "privacy.json").write_text(json.dumps({"unit": "client", "budget": 4.0, "planned": 3.9}))
     run = Looker([tmp_path]).only()
     assert (run["privacy"]["spent"], run["privacy"]["left"], run["privacy"]["limit"]) == (1.5, 2.5, 4.0)
-    assert run["curves"].keys() & {"train_loss", "drift", "clients/mean"} == set()
-    assert run["curves"]["epsilon"]["values"] == [0.5, 1.0, 1.5]
+    assert run["curves"].keys() & {"train_loss", "drift", "personal/accuracy/mean"} == set()
+    assert run["curves"]["privacy/epsilon"]["values"] == [0.5, 1.0, 1.5]
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
+from partita.record.row import Row
 from partita.storage.safe_text import printable
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from partita.experiment.reply_counter import OnReply
     from partita.report.metric import Metric
 
-Row = dict[str, Any]
 HEARTBEAT = 60.0  # seconds after which a log gets a line, even if no round was tested
 LABEL_SHOWN = 60  # characters of a label that a line of progress shows
 
@@ -146,7 +146,7 @@ def follow(
 
         try:
             for row in begin(on_reply if display.has_bar else None):
-                display.begin(row["seconds"])
+                display.begin(row["seconds"] or 0.0)
                 if metric is None:
                     metric = read_metric(folder)
                     for text in _privacy_notes(settings, folder):
@@ -212,7 +212,7 @@ def follow_all(statuses: Iterator[Status], planned: Sequence[Planned], verbosity
                         told = f"{_score(row, read_metric(folder))}{_epsilon(row)}{_details(row)}"
                         display.line(f"{shorten(settings.label)}: {place}{told}")
                 for folder, settings in status.finished if verbosity is not Verbosity.QUIET else ():
-                    last = {"test": (run_folder.finished(folder) or {}).get("test")}
+                    last: Row = {"test": (run_folder.finished(folder) or {}).get("test")}
                     told = f"finished{_score(last, read_metric(folder))} ({count} of {len(planned)} runs)"
                     display.line(f"{shorten(settings.label)}: seed {settings.seed}, {told}")
                     if early := run_folder.stopped(folder):
@@ -227,7 +227,8 @@ def follow_all(statuses: Iterator[Status], planned: Sequence[Planned], verbosity
 
 
 def _score(row: Row, metric: Metric) -> str:
-    return f", {metric.name} {metric.show(row['test'].get(metric.name))}" if row["test"] else ""
+    scores = row.get("test")
+    return f", {metric.name} {metric.show(scores.get(metric.name))}" if scores else ""
 
 
 def _epsilon(row: Row) -> str:
@@ -239,7 +240,7 @@ def _details(row: Row) -> str:
     """Return the training loss, the bytes and the smallest and largest drift of a round, as far as they are known."""
     parts = [] if row.get("train_loss") is None else [f"training loss {row['train_loss']:.3g}"]
     parts += [f"{count / 1e6:.3g} MB {way}" for way, count in (row.get("bytes") or {}).items()]
-    drift = {tag: measures["dispersion"] for tag, measures in (row.get("drift") or {}).items()}
+    drift = {tag: measures["dispersion"] or 0.0 for tag, measures in (row.get("drift") or {}).items() if measures}
     if drift:
         low, high = min(drift, key=drift.__getitem__), max(drift, key=drift.__getitem__)
         parts.append(f"drift {drift[low]:.2g} ({low}) to {drift[high]:.2g} ({high})")

@@ -22,8 +22,9 @@ from partita.experiment.exported import Export, Form
 from partita.experiment.recorded_model import RecordedModel
 from partita.methods.cards import card as method_card
 from partita.models.from_task import HUB_ID
-from partita.privacy.disclosure import OUTSIDE_ROWS, ROW, Unit
+from partita.privacy.disclosure import OUTSIDE_ROWS
 from partita.record import file_names
+from partita.record.row import QUANTITIES, Unit
 from partita.storage.atomic_files import read_json
 from partita.storage.safe_text import printable
 
@@ -109,11 +110,12 @@ class _Facts:
         """Return whether a quantity may be shown: under privacy, only if the guarantee covers it."""
         if self.unit is None:
             return True
-        return {**ROW, **OUTSIDE_ROWS}[what].under(self.unit) in ("public", "charged", "noised")
+        return {**QUANTITIES, **OUTSIDE_ROWS}[what].under(self.unit) in ("public", "charged", "noised")
 
     def latest(self, key: str) -> tuple[int, Mapping[str, Any]]:
         """Return the newest recorded table of scores, and after how many rounds it was measured."""
-        found = [(row["round"] + 1, row[key]) for row in self.rows if row.get(key)] if self.shows(key) else []
+        rows: Iterable[Mapping[str, Any]] = self.rows if self.shows(key) else ()
+        found = [(row["round"] + 1, row[key]) for row in rows if row.get(key)]
         return found[-1] if found else (0, {})
 
     def personal(self) -> tuple[int, Mapping[str, Mapping[str, float]]]:
@@ -195,7 +197,7 @@ class _Facts:
         facts.append(("rounds", str(export.round)))
         if self.shows("bytes"):
             for way, name in ("up", "sent by clients"), ("down", "sent to clients"):
-                facts.append((name, f"{sum(int(row['bytes'][way]) for row in self.rows):,} bytes"))
+                facts.append((name, f"{sum(int((row.get('bytes') or {})[way]) for row in self.rows):,} bytes"))
         facts.append(("seed", str(config.seed)))
         yield "## Training\n\n" + _table(("", ""), facts)
         for part in export.method.split("+"):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from partita.core.client import Job
 from partita.core.client_rule import overrides
@@ -26,8 +26,8 @@ from partita.experiment.builder import Experiment
 from partita.experiment.subgroups import SMALL, score_groups
 from partita.methods.layer_votes import LayerVote
 from partita.privacy.disclosure import withhold
+from partita.record.row import Row, SecureSum
 
-Row = dict[str, Any]
 HARMONIC_MEAN = "harmonic_mean"
 MAX_CONFUSED = 50  # with more classes, no confusion matrix is recorded
 
@@ -84,13 +84,13 @@ def log_round(
         The row, without the values that the privacy guarantee forbids to disclose.
     """
     done, spending = result.number + 1, _spending(experiment, result, signal)
-    known = {**_losses(experiment, result), **validate_round(experiment, engine, result)}
+    known: Row = {**_losses(experiment, result), **validate_round(experiment, engine, result)}
     history.add(experiment, done, known)
     history.stopped = why_stop(experiment, engine, result.server, history, done)
     best = history.best(experiment) == done
     tested = evaluate_round(experiment, engine, result, history.stopped is not None, best)
     events, choices = _rejections(experiment, result), _choices(experiment, result, history.summaries)
-    row = {**_outcome(experiment, result, seconds), **tested, **known, **spending, **events, **choices}
+    row: Row = {**_outcome(experiment, result, seconds), **tested, **known, **spending, **events, **choices}
     raised = [part["alarms"] for part in (tested, events, choices) if "alarms" in part]
     if raised:
         row["alarms"] = {kind: text for alarms in raised for kind, text in alarms.items()}
@@ -311,7 +311,7 @@ def _outcome(experiment: Experiment, result: RoundResult, seconds: float) -> Row
         "down": dict(result.traffic.down),
         "drift": result.drift,
         **({} if result.padding is None else {"padding": round(result.padding, 4)}),
-        **({"secure": dict(result.secure)} if result.secure else {}),
+        **({"secure": cast(SecureSum, dict(result.secure))} if result.secure else {}),
     }
 
 
@@ -342,7 +342,7 @@ def _rejections(experiment: Experiment, result: RoundResult) -> Row:
         "skipped": result.skipped is not None,
         "alarms": {alarm.kind: alarm.text for alarm in check_round(result, wanted)},
     }
-    return {key: value for key, value in events.items() if value}
+    return cast(Row, {key: value for key, value in events.items() if value})
 
 
 def _choices(experiment: Experiment, result: RoundResult, summaries: deque[RoundSummary]) -> Row:
@@ -370,10 +370,10 @@ def restore_history(experiment: Experiment, folder: Path) -> History:
     return history
 
 
-def stages(experiment: Experiment) -> list[Row]:
+def stages(experiment: Experiment) -> list[dict[str, Any]]:
     """Return the first client's plan over the run. Consecutive rounds with the same plan form one stage."""
     run, model, client = experiment.run, experiment.model, experiment.federation.clients[0]
-    stage_plans: list[tuple[Plan, Row]] = []
+    stage_plans: list[tuple[Plan, dict[str, Any]]] = []
     for number in range(run.rounds):
         plan = plan_for(run.method.plan, model, RoundInfo(number, run.rounds, client))
         if stage_plans and stage_plans[-1][0] == plan:
@@ -385,7 +385,7 @@ def stages(experiment: Experiment) -> list[Row]:
     return [row for _, row in stage_plans]
 
 
-def plan_rows(model: Model, plan: Plan) -> list[Row]:
+def plan_rows(model: Model, plan: Plan) -> list[dict[str, Any]]:
     """Return one row per parameter: name, layer, role, size, and whether it trains, goes up or down, or is kept."""
     rows = []
     for name, value in model.initial.items():

@@ -43,6 +43,7 @@ from partita.record.file_names import (
     SPLIT,
     TRACK,
 )
+from partita.record.row import Row
 from partita.storage import atomic_files
 from partita.storage.atomic_files import (
     DamageError,
@@ -221,7 +222,7 @@ def _lines(folder: Path) -> Iterator[bytes]:
     return atomic_files.lines(folder / ROWS) if os.path.lexists(folder / ROWS) else iter(())
 
 
-def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
+def read_rows(folder: Path) -> Iterator[Row]:
     """Yield the rows recorded so far. There are none if the file does not exist yet."""
     for number, line in enumerate(_lines(folder), 1):
         yield atomic_files.parse_json(line, f"{folder / ROWS}, line {number}")

@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from partita.core import tensors
 from partita.core.dp_settings import PrivacyError
@@ -32,7 +33,7 @@ from partita.experiment.config_code import code_copies
 from partita.experiment.ledger_engine import LedgerEngine, RunLedger, open_ledger
 from partita.experiment.progress_file import Connected, record_progress
 from partita.experiment.reply_counter import OnReply, ReplyCounter
-from partita.experiment.round_log import Row, log_round, restore_history, stages, why_stop
+from partita.experiment.round_log import log_round, restore_history, stages, why_stop
 from partita.experiment.samples import sample_answers
 from partita.experiment.split_record import describe_split
 from partita.experiment.tracking import Track, open_trackers
@@ -40,6 +41,7 @@ from partita.experiment.trusted_code import trust
 from partita.privacy import secret
 from partita.privacy.guard import PrivacyGuard
 from partita.record import file_names
+from partita.record.row import Row
 from partita.storage import checkpoint
 from partita.storage.atomic_files import read_json
 from partita.storage.client_store import ClientStore, DiskStore, MemoryStore
@@ -215,7 +217,7 @@ def _derived_files(experiment: Experiment) -> dict[str, bytes]:
     return files
 
 
-def _own_metrics(experiment: Experiment) -> list[Row]:
+def _own_metrics(experiment: Experiment) -> list[dict[str, Any]]:
     """Describe the user's own metrics, whose direction a report cannot know."""
     evaluator = experiment.evaluator
     return [asdict(metric) for metric in evaluator.functions] if isinstance(evaluator, OwnMetrics) else []

@@ -12,6 +12,7 @@ from partita.core.data import Examples
 from partita.core.options import OptionError, closest_match
 from partita.data import Subset, Task
 from partita.evaluation import Metric
+from partita.record.row import Subgroups
 
 MAX_GROUPS = 50
 SMALL = 30  # default of evaluate.subgroup_min
@@ -54,7 +55,7 @@ def find_groups(task: Task, column: str | None) -> Groups:
 
 def score_groups(
     groups: Groups, test: Any, metric: Metric, minimum: int, score: Callable[[Examples], Mapping[str, float]]
-) -> dict[str, Any]:
+) -> Subgroups:
     """Score each group.
 
     Args:
@@ -73,4 +74,7 @@ def score_groups(
         value = score(Subset(test, rows)).get(metric.name)
         scored[name] = {"examples": len(rows), **({} if value is None else {"value": value})}
     counted = [own["value"] for own in scored.values() if "value" in own and own["examples"] >= minimum]
-    return {"groups": scored, "minimum": minimum, **({"gap": max(counted) - min(counted)} if len(counted) > 1 else {})}
+    found: Subgroups = {"groups": scored, "minimum": minimum}
+    if len(counted) > 1:
+        found["gap"] = max(counted) - min(counted)
+    return found

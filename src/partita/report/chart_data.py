@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from partita.report import plan_stages, plots, privacy
 from partita.report.charts import MEGABYTES, ROUNDS, SECONDS, Axis, Line, View, chart
@@ -24,7 +25,8 @@ def curves_chart(records: Sequence[RunRecord], metric: Metric) -> Chart | None:
     names = sorted(recorded_metrics(records), key=lambda name: name != metric.name)
     views = [_scores("test", metric_named(name, own), groups) for name in names]
     for part in ("validation", "personal"):
-        recorded = dict.fromkeys(name for run in records for row in run.rows for name in row.get(part) or ())
+        rows: list[Mapping[str, Any]] = [row for run in records for row in run.rows]
+        recorded = dict.fromkeys(name for row in rows for name in row.get(part) or ())
         views += [_scores(part, metric_named(name, own), groups) for name in recorded]
     views.append(_view("train loss", "train loss", groups, lambda row: number(row.get("train_loss"))))
     repeated = any(len(runs) > 1 for runs in groups.values())
@@ -49,7 +51,7 @@ def curves_chart(records: Sequence[RunRecord], metric: Metric) -> Chart | None:
 
 
 def _scores(part: str, metric: Metric, groups: Mapping[str, list[RunRecord]]) -> View:
-    def value(row: Row) -> float | None:
+    def value(row: Mapping[str, Any]) -> float | None:
         scores = row.get(part) or {}
         if part == "personal":
             return mean(present(map(number, (scores.get(metric.name) or {}).values())))

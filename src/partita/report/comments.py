@@ -128,7 +128,7 @@ def caveats(
 
 def _one_class(label: str, runs: list[RunRecord]) -> list[str]:
     """Warn of models that predict one class in the last tested round."""
-    last = [next((row for row in reversed(run.rows) if row.get("test")), {}) for run in runs]
+    last = [row for run in runs for row in [row for row in run.rows if row.get("test")][-1:]]
     count = sum(ONE_CLASS in row.get("alarms", {}) for row in last)
     if not count:
         return []

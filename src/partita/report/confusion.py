@@ -58,12 +58,12 @@ def confusion_data(records: Sequence[RunRecord]) -> Mapping[str, Any] | None:
     matrices: list[Matrix] = []
     left, room = [], MAX_CELLS
     for label, runs in by_label(records).items():
-        lasts = [row["confusion"] for run in runs for row in run.rows[-1:] if row.get("confusion")]
+        lasts = [counts for run in runs for row in run.rows[-1:] if (counts := row.get("confusion"))]
         bests = [
-            row["confusion"]
+            counts
             for run in runs
             for row in run.rows[:-1]
-            if row.get("confusion") and run.best == row["round"] + 1
+            if (counts := row.get("confusion")) and run.best == row["round"] + 1
         ]
         for what, found in (("last test", lasts), ("best round on validation", bests)):
             if not found:
@@ -74,9 +74,9 @@ def confusion_data(records: Sequence[RunRecord]) -> Mapping[str, Any] | None:
             if room < 0:
                 left.append(label)
                 continue
-            counts = [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*same, strict=True)]
+            summed = [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*same, strict=True)]
             seeds = f"{len(same)} seeds together" if len(same) > 1 else "one seed"
-            matrices.append(Matrix(f"{label}: {what}, {seeds}", classes, counts))
+            matrices.append(Matrix(f"{label}: {what}, {seeds}", classes, summed))
     if not matrices:
         return None
     notes = [f"{', '.join(dict.fromkeys(left))}: left out, because the page would be too large."] if left else []

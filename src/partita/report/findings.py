@@ -173,8 +173,9 @@ def _constant(records: Sequence[RunRecord]) -> list[str]:
         label
         for label, runs in by_label(records).items()
         if any(
-            ONE_CLASS in next((row for row in reversed(run.rows) if row.get("test")), {}).get("alarms", {})
+            ONE_CLASS in row.get("alarms", {})
             for run in runs
+            for row in [row for row in run.rows if row.get("test")][-1:]
         )
     ]
     if not labels:

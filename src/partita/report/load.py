@@ -13,13 +13,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from partita.record import file_names
-from partita.report import schema
+from partita.record import file_names, forms
+from partita.record.check import Check, ShapeError
+from partita.record.row import Row, check_row
 from partita.report.metric import ACCURACY, Metric, metric_named
 from partita.storage import atomic_files
 from partita.storage.safe_text import printable
 
-Row = Mapping[str, Any]
 MAX_NUMBER = 1e100  # sums of squares up to this size stay finite
 COMPUTING = ("engine.", "checkpoint.", "track.")  # settings that say how a run is computed and watched
 CODE = "code"  # table of a config with the user's own files, and folder with copies of them
@@ -87,7 +87,7 @@ def load_run(folder: Path | str) -> RunRecord:
         if not os.path.lexists(folder / needed):
             raise ReportError(f"'{folder}' is not a run folder: it has no {needed}; give the folder of one run")
     config, config_text = read_config(folder / file_names.CONFIG)
-    plan = _json(folder / file_names.PLAN, schema.PLAN)
+    plan = _json(folder / file_names.PLAN, forms.PLAN)
     return RunRecord(
         label=str(config["label"]),
         seed=int(config["seed"]),
@@ -102,18 +102,18 @@ def load_run(folder: Path | str) -> RunRecord:
             Metric(own["name"], own["higher_is_better"], own["fraction"]) for own in plan.get("own_metrics", ())
         ),
         code={f"{CODE}/{name}": _code(folder / CODE / name) for name in config.get(CODE, {}) if _is_file_name(name)},
-        privacy=_json(folder / file_names.PRIVACY, schema.PRIVACY),
-        audit=_json(folder / file_names.AUDIT, schema.AUDIT),
-        split=_json(folder / file_names.SPLIT, schema.split),
-        samples=tuple(_json(folder / file_names.SAMPLES, schema.SAMPLES).get("samples", ())),
+        privacy=_json(folder / file_names.PRIVACY, forms.PRIVACY),
+        audit=_json(folder / file_names.AUDIT, forms.AUDIT),
+        split=_json(folder / file_names.SPLIT, forms.split),
+        samples=tuple(_json(folder / file_names.SAMPLES, forms.SAMPLES).get("samples", ())),
         config_text=config_text,
-        best=(_json(folder / file_names.RESULT, schema.RESULT).get("best") or {}).get("after"),
+        best=(_json(folder / file_names.RESULT, forms.RESULT).get("best") or {}).get("after"),
         stopped=_stopped(folder / file_names.RESULT),
     )
 
 
 def _stopped(path: Path) -> str:
-    early = _json(path, schema.RESULT).get("stopped")
+    early = _json(path, forms.RESULT).get("stopped")
     return f"stopped after round {early['after']}: {early['reason']}" if early else ""
 
 
@@ -191,7 +191,7 @@ def _distinguishing(runs: Sequence[RunRecord]) -> list[str]:
 
 def read_metric(folder: Path | str) -> Metric:
     """Return the metric of a run, even if it has no finished round yet."""
-    return Metric(**_json(Path(folder) / file_names.PLAN, schema.PLAN).get("metric", {}))
+    return Metric(**_json(Path(folder) / file_names.PLAN, forms.PLAN).get("metric", {}))
 
 
 def metric_of(records: Iterable[RunRecord], name: str | None = None) -> Metric:
@@ -221,9 +221,9 @@ def read_config(path: Path) -> tuple[dict[str, Any], str]:
     for key in ("label", "seed"):
         if key not in config:
             raise ReportError(f"'{path}' has no '{key}'; it must be the resolved config of a run")
-    _fit(config, schema.CONFIG, path)
-    for name in schema.TABLES:
-        _fit(config.get(name, {}), schema.table(schema.anything), path, name)
+    _fit(config, forms.CONFIG, path)
+    for name in forms.TABLES:
+        _fit(config.get(name, {}), forms.TABLE, path, name)
     tables: list[tuple[int, Any]] = [(0, config)]
     for depth, table in tables:
         if depth > MAX_DEPTH:
@@ -243,10 +243,10 @@ def _code(path: Path) -> str:
     return atomic_files.read(path).decode(errors="replace")
 
 
-def _fit(value: Any, form: schema.Shape, path: Path, where: str = "it") -> Any:
+def _fit(value: Any, form: Check, path: Path, where: str = "it") -> Any:
     try:
         return form(value, where)
-    except schema.ShapeError as error:
+    except ShapeError as error:
         raise ReportError(f"'{path}': {error}; restore it as it was written") from error
 
 
@@ -255,12 +255,12 @@ def _rows(path: Path) -> tuple[Row, ...]:
     for number, line in enumerate(atomic_files.lines(path), 1):
         place = f"'{path}', line {number}"
         try:
-            row = schema.ROW(json.loads(line), "the row")
+            row = check_row(json.loads(line))
         except (ValueError, RecursionError) as error:
             # A run that was stopped while writing leaves an incomplete last line.
             if not line.endswith(b"\n"):
                 break
-            reason = f" ({error})" if isinstance(error, schema.ShapeError) else ""
+            reason = f" ({error})" if isinstance(error, ShapeError) else ""
             raise ReportError(f"{place} is not a row with a round{reason}; remove or repair the line") from error
         last = rows[-1]["round"] if rows else -1
         if row["round"] <= last:
@@ -271,7 +271,7 @@ def _rows(path: Path) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _json(path: Path, form: schema.Shape = schema.table(schema.anything)) -> Mapping[str, Any]:  # noqa: B008
+def _json(path: Path, form: Check = forms.TABLE) -> Mapping[str, Any]:
     """Read a JSON object. A missing file is empty, so that runs of older versions can be reported."""
     if not os.path.lexists(path):
         return {}
@@ -329,14 +329,14 @@ def number(value: Any) -> float | None:
 
 def tested(record: RunRecord, metric: str) -> list[tuple[int, float | None]]:
     """Return (round, value) for the rounds with a test. Non-finite values are None."""
-    return [(row["round"], number(row["test"].get(metric))) for row in record.rows if row.get("test")]
+    return [(row["round"], number(scores.get(metric))) for row in record.rows if (scores := row.get("test"))]
 
 
 def personal(record: RunRecord, metric: str) -> dict[str, float | None]:
     """Return the values of the last personal evaluation by client. Non-finite values are None."""
     for row in reversed(record.rows):
-        if row.get("personal") and row["personal"].get(metric):
-            return {client: number(value) for client, value in row["personal"][metric].items()}
+        if by_client := (row.get("personal") or {}).get(metric):
+            return {client: number(value) for client, value in by_client.items()}
     return {}
 
 

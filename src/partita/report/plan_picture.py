@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from partita.report.load import Row
-from partita.report.plan_stages import PlanStages, layer_order
+from partita.report.plan_stages import Parameter, PlanStages, layer_order
 
 # Name of the CSS class -> sign and meaning. Signs, because not everyone sees colors.
 STATUSES = {
@@ -59,7 +58,7 @@ class PlanPicture:
         return [(name, *STATUSES[name]) for name in STATUSES if name in used]
 
 
-def status_of(parameter: Row) -> str:
+def status_of(parameter: Parameter) -> str:
     """Return what happens to a parameter, a key of `STATUSES`."""
     if parameter.get("trains"):
         return "stays" if parameter.get("keep") else "travels" if parameter.get("up") else "alone"
@@ -85,7 +84,9 @@ def plan_picture(plan: PlanStages) -> PlanPicture:
     )
 
 
-def _coarsest(stages: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[str, dict[str, list[list[Row]]]]:
+def _coarsest(
+    stages: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> tuple[str, dict[str, list[list[Parameter]]]]:
     """Return the first grouping in which all parameters of a group fare alike; the last one if there is none."""
     for name in names[:-1]:
         groups = _grouped(stages, GROUPINGS[name])
@@ -94,17 +95,17 @@ def _coarsest(stages: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tupl
     return names[-1], _grouped(stages, GROUPINGS[names[-1]])
 
 
-def _grouped(stages: Sequence[Mapping[str, Any]], key: Callable[[Row], str]) -> dict[str, list[list[Row]]]:
+def _grouped(stages: Sequence[Mapping[str, Any]], key: Callable[[Parameter], str]) -> dict[str, list[list[Parameter]]]:
     """Return the parameters of each group, by stage."""
     names = dict.fromkeys(key(row) for stage in stages for row in stage["rows"])
-    by_stage: dict[str, list[list[Row]]] = {name: [[] for _ in stages] for name in names}
+    by_stage: dict[str, list[list[Parameter]]] = {name: [[] for _ in stages] for name in names}
     for place, stage in enumerate(stages):
         for row in stage["rows"]:
             by_stage[key(row)][place].append(row)
     return by_stage
 
 
-def _cell(plan: PlanStages, stage: Mapping[str, Any], rows: Sequence[Row]) -> Cell:
+def _cell(plan: PlanStages, stage: Mapping[str, Any], rows: Sequence[Parameter]) -> Cell:
     found = {status_of(row) for row in rows}
     status = found.pop() if len(found) == 1 else "mixed" if found else "frozen"
     if not plan.choosing or status != "travels":
@@ -120,11 +121,11 @@ def _rounds(stage: Mapping[str, Any]) -> str:
     return str(first) if first == last else f"{first}–{last}"
 
 
-def _role(row: Row) -> str:
+def _role(row: Parameter) -> str:
     return row.get("role") or "other"
 
 
-def _layer(row: Row) -> str:
+def _layer(row: Parameter) -> str:
     return row.get("layer") or OUTSIDE
 
 
@@ -132,7 +133,7 @@ def _layers_by_number(group: str) -> tuple[bool, int, str]:
     return layer_order(None if group.startswith(OUTSIDE) else group)
 
 
-GROUPINGS: Mapping[str, Callable[[Row], str]] = {  # from coarse to fine
+GROUPINGS: Mapping[str, Callable[[Parameter], str]] = {  # from coarse to fine
     "role": _role,
     "layer": _layer,
     "layer and role": lambda row: f"{_layer(row)}, {_role(row)}",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from partita.report.layer_selection import chooses_layers, shares_sent
-from partita.report.load import Row, RunRecord, by_label
+from partita.report.load import RunRecord, by_label
 from partita.report.plot_style import INK, ROLES, UNUSED_COLOR, new_figure, shorten
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ SENT = next(iter(STATUSES))
 STAGES_SHOWN = 4
 CHANGES_MARKED = 6
 
+Parameter = Mapping[str, Any]  # a row of the plan
+
 
 @dataclass(frozen=True)
 class PlanStages:
@@ -36,7 +38,7 @@ class PlanStages:
     stages: Sequence[Mapping[str, Any]]
     choosing: Sequence[RunRecord] = ()  # the label's runs, if its clients chose layers out of the plan
 
-    def shares_sent(self, stage: Mapping[str, Any]) -> Callable[[Row], float]:
+    def shares_sent(self, stage: Mapping[str, Any]) -> Callable[[Parameter], float]:
         """Return a function that says how often a parameter that may go up was sent in a stage."""
         if not self.choosing:
             return lambda row: 1.0
@@ -65,7 +67,7 @@ def changes(runs: Sequence[RunRecord]) -> list[int]:
     return sorted(starts) if len(starts) <= CHANGES_MARKED else []
 
 
-def status(row: Row) -> str:
+def status(row: Parameter) -> str:
     """Return the status of a parameter, a key of `STATUSES`."""
     trained, received, kept, untouched = STATUSES
     if row.get("keep"):
@@ -116,11 +118,11 @@ def plan_grid(records: Sequence[RunRecord]) -> Figure | None:
     return figure
 
 
-def _role(row: Row) -> str:
+def _role(row: Parameter) -> str:
     return row.get("role") or "other"
 
 
-def _draw_cell(panel: Axes, column: int, row: int, cell: Sequence[tuple[Row, float]]) -> None:
+def _draw_cell(panel: Axes, column: int, row: int, cell: Sequence[tuple[Parameter, float]]) -> None:
     """Draw one cell from its parameters, each with how often it was sent if it may go up."""
     from matplotlib.patches import Rectangle
 

@@ -23,7 +23,8 @@ def details_data(records: Sequence[RunRecord]) -> Mapping[str, Any] | None:
 
 
 def _last(record: RunRecord, key: str) -> Mapping[str, Any]:
-    return next((row[key] for row in reversed(record.rows) if row.get(key)), {})
+    rows: Sequence[Mapping[str, Any]] = record.rows
+    return next((row[key] for row in reversed(rows) if row.get(key)), {})
 
 
 def _cell(metric: Metric, values: Sequence[Any]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from partita.report import schema
+from partita.record import forms
 from partita.report.load import ReportError
 from partita.report.skew import ClientSkew, Skew, skew
 from partita.report.split_figure import NAMED, Split, split_grid_of, split_rows
@@ -116,7 +116,7 @@ def _cut(name: str) -> str:
 
 def read_split(held: Mapping[str, Any], seed: int) -> Split:
     """Return a split from its record."""
-    checked = schema.split(held, "the split")
+    checked = forms.split(held, "the split")
     return Split([], seed, checked["population"], checked.get("classes", ()), checked["clients"])
 
 

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from partita.record import forms
+from partita.record.check import Check, ShapeError
 from partita.record.file_names import CHOSEN, TRIAL, TRIALS, TUNING
-from partita.report import schema
 from partita.report.elements import Table
 from partita.report.load import ReportError, RunRecord, number
 from partita.report.metric import MISSING, Metric, short
@@ -75,9 +76,9 @@ def load_tuning(folder: Path) -> Tuning:
     Raises:
         ReportError: If a file does not have the expected content.
     """
-    asked = _read(folder / TUNING, schema.TUNING)
+    asked = _read(folder / TUNING, forms.TUNING)
     path = folder / CHOSEN
-    listed = _read(path, schema.CHOSEN)["methods"] if os.path.lexists(path) else []
+    listed = _read(path, forms.CHOSEN)["methods"] if os.path.lexists(path) else []
     best = {each["method"]: each["trial"] for each in listed}
     metric, methods = Metric(), []
     for each in asked["methods"]:
@@ -89,7 +90,7 @@ def load_tuning(folder: Path) -> Tuning:
             file = folder / TRIALS / name / f"{place:03}" / TRIAL
             if not os.path.lexists(file):
                 break
-            stored = _read(file, schema.TRIAL)
+            stored = _read(file, forms.TRIAL)
             metric = Metric(
                 stored["metric"]["name"], stored["metric"]["higher_is_better"], stored["metric"]["fraction"]
             )
@@ -198,9 +199,9 @@ def to_json(tuning: Tuning) -> dict[str, Any]:
     return {**asdict(tuning), "folder": str(tuning.folder), "notes": notes(tuning)}
 
 
-def _read(path: Path, shape: schema.Shape) -> dict[str, Any]:
+def _read(path: Path, shape: Check) -> dict[str, Any]:
     try:
         found: dict[str, Any] = shape(atomic_files.read_json(path), "it")
-    except schema.ShapeError as error:
+    except ShapeError as error:
         raise ReportError(f"'{path}': {error}; restore it as it was written") from error
     return found

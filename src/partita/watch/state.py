@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from partita.record import forms
 from partita.record.file_names import CHECKSUMS, COMPARISON, CONFIG, PROGRESS, ROWS
-from partita.report import schema
 from partita.report.load import by_number
 from partita.storage.processes import is_gone
 from partita.watch.watched_run import PlannedRun, WatchedRun, read_json, short_text
@@ -71,7 +71,7 @@ class Watcher:
     def _add_planned(self, comparison: Path, root: Path, prefix: str, found: dict[Path, WatchedRun]) -> None:
         """Add the runs of a comparison that have not started. Their folders are only names here."""
         try:
-            told = read_json(comparison / COMPARISON, schema.COMPARISON)
+            told = read_json(comparison / COMPARISON, forms.COMPARISON)
         except (OSError, ValueError, RecursionError):
             return  # it says nothing that the runs do not say once they start
         if is_gone(told.get("process", {})):

@@ -12,8 +12,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from partita.record import forms
+from partita.record.check import Check, ShapeError
 from partita.record.file_names import CONFIG, PLAN, PRIVACY, PROGRESS, RESULT, ROWS
-from partita.report import schema
+from partita.record.row import Row, check_row, numbers
 from partita.report.load import number, read_config
 from partita.report.metric import Metric, metric_named
 from partita.storage import atomic_files
@@ -29,7 +31,13 @@ MAX_JSON = 2**26  # bytes of a file that is read at once
 MAX_POINTS = 4000  # points of a curve; longer ones are thinned
 MAX_CURVES, MAX_LISTED, MAX_TEXT = 60, 30, 400  # curves of a run; lost clients, alarms and roles; characters
 
-Row = Mapping[str, Any]
+
+# Names of numbers, or their first or last part.
+WITHOUT_CURVE = {
+    *("round", "bytes", "by_type", "subgroups", "skipped", "alarm_count"),
+    *("delta", "cosine", "distance", "sampled"),
+}
+SCORES = ("test", "validation", "personal", "unseen")
 
 
 @dataclass
@@ -153,15 +161,15 @@ class WatchedRun:
 
     def _read_files(self) -> None:
         if self._changed(PLAN):
-            plan = read_json(self.folder / PLAN, schema.PLAN)
+            plan = read_json(self.folder / PLAN, forms.PLAN)
             self.plan = {**plan, "stages": [_by_role(stage) for stage in plan.get("stages", ())]}
         if self._changed(PRIVACY):
-            self.privacy = read_json(self.folder / PRIVACY, schema.PRIVACY)
+            self.privacy = read_json(self.folder / PRIVACY, forms.PRIVACY)
         if self._changed(RESULT):
             found = self.signatures[RESULT] is not None
-            self.result = read_json(self.folder / RESULT, schema.RESULT) if found else None
+            self.result = read_json(self.folder / RESULT, forms.RESULT) if found else None
         if self._changed(PROGRESS):
-            self.progress = read_json(self.folder / PROGRESS, schema.PROGRESS)
+            self.progress = read_json(self.folder / PROGRESS, forms.PROGRESS)
 
     def _read_rows(self, version: int, budget: int) -> int:
         """Read the rows that were appended. If the file was replaced or cut, read it from the start."""
@@ -200,12 +208,12 @@ class WatchedRun:
 
     def _add(self, line: bytes, path: Path, version: int) -> None:
         try:
-            row = schema.ROW(json.loads(line), "the row")
+            row = check_row(json.loads(line))
         except (ValueError, RecursionError) as error:
             raise DamageError(f"{path} has a line that is not a row ({error}); repair the line") from error
         if row["round"] < self.done:
             raise DamageError(f"{path}: round {row['round']} comes after round {self.done - 1}; keep one of them")
-        self.last = {key: row.get(key) for key in ("population", "cohort", "privacy")}
+        self.last = row
         self.done = row["round"] + 1
         self._count(row)
         for key, title, value, percent in self._values(row):
@@ -245,35 +253,13 @@ class WatchedRun:
             Metric(own["name"], own["higher_is_better"], own["fraction"]) for own in self.plan.get("own_metrics", ())
         ]
         known = [self.metric, *own]
-        for part in ("test", "validation"):
-            for name, value in (row.get(part) or {}).items():
-                found = number(value)
-                if found is not None:
-                    metric = metric_named(name, known)
-                    yield f"{part}/{name}", f"{short_text(name, 60)}, {part}", found, metric.fraction
-        if personal := [
-            value
-            for each in ((row.get("personal") or {}).get(self.metric.name) or {}).values()
-            if (value := number(each)) is not None
-        ]:
-            name, fraction = self.metric.name, self.metric.fraction
-            yield "clients/mean", f"{name}, mean of clients", fmean(personal), fraction
-            yield "clients/worst", f"{name}, worst tenth of clients", fmean(self.metric.worst_tenth(personal)), fraction
-        drift = [
-            value for each in (row.get("drift") or {}).values() if (value := number((each or {}).get("dispersion")))
-        ]
-        for key, title, value in (
-            ("train_loss", "training loss", row.get("train_loss")),
-            ("epsilon", "epsilon spent", (row.get("privacy") or {}).get("epsilon")),
-            ("sent", "MB sent so far", (self.up + self.down) / 1e6 if row.get("bytes") else None),
-            ("seconds", "seconds per round", row.get("seconds")),
-            ("padding", "padding in batches", row.get("padding")),
-            ("lost", "clients lost", float(len(row.get("lost") or ()))),
-            ("drift", "drift, mean dispersion", fmean(drift) if drift else None),
-            ("lr", "learning rate", row.get("lr")),
-        ):
-            if (found := number(value)) is not None:
-                yield key, title, found, False
+        for path, value in numbers(row, lambda name: not metric_named(name, known).higher_is_better):
+            found = number(value)
+            if found is not None and not {path[0], "/".join(path), path[-1]} & WITHOUT_CURVE:
+                fraction = path[0] in SCORES and metric_named(path[1], known).fraction
+                yield "/".join(path), short_text(" ".join(path).replace("_", " "), 60), found, fraction
+        if row.get("bytes"):
+            yield "sent", "MB sent so far", (self.up + self.down) / 1e6, False
 
     def _names(self) -> dict[str, Any]:
         label = self.config.get("label")
@@ -399,7 +385,7 @@ def short_text(text: object, limit: int = MAX_TEXT) -> str:
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
 
 
-def read_json(path: Path, form: schema.Shape) -> dict[str, Any]:
+def read_json(path: Path, form: Check) -> dict[str, Any]:
     """Read a JSON object. A missing file is empty."""
     try:
         data = atomic_files.read(path, MAX_JSON)
@@ -407,7 +393,7 @@ def read_json(path: Path, form: schema.Shape) -> dict[str, Any]:
         return {}
     try:
         found: dict[str, Any] = form(atomic_files.parse_json(data, str(path)), "it")
-    except schema.ShapeError as error:
+    except ShapeError as error:
         raise DamageError(f"'{path}': {error}; restore it as it was written") from error
     return found
 

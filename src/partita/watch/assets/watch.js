@@ -312,13 +312,13 @@
     const found = new Map();
     const main = list.find((run) => run.metric && run.curves.has(`test/${run.metric.name}`));
     if (main) { const key = `test/${main.metric.name}`; found.set(key, main.curves.get(key)); }
-    for (const group of ["clients/", "validation/", "train_loss", "epsilon", "test/loss", "sent", "test/", ""]) {
+    for (const group of ["personal/", "validation/", "train_loss", "privacy/epsilon", "test/loss", "sent", "test/", ""]) {
       for (const run of list) for (const [key, curve] of run.curves) if (!found.has(key) && key.startsWith(group)) found.set(key, curve);
     }
     return found;
   }
   function defaults(keys) {
-    const wanted = keys.filter((key) => !["clients/worst", "lr", "lost", "drift"].includes(key));
+    const wanted = keys.filter((key) => !/^(lr|clients\/|drift\/|unseen\/|personal\/.*\/worst_tenth)/.test(key));
     return wanted.slice(0, DEFAULTS);
   }
   function chips(list, metrics) {
