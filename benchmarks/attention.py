@@ -20,7 +20,8 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from partita.core.data import Batch
 from partita.core.rng import Key, seeded
 from partita.engines.autotune import configure_backends
-from partita.models.adapter import FunctionalModel, from_module
+from partita.models.functional import FunctionalModel
+from partita.models.hugging_face import from_module
 
 LAYERS, WIDTH, HEADS, WORDS, LONGEST = 6, 384, 6, 1000, 4096
 BATCH, TOKENS = 8, 128

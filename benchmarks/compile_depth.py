@@ -36,7 +36,8 @@ from transformers import (
 from partita import Key
 from partita.core.tensors import Tensors
 from partita.engines.autotune import configure_backends
-from partita.models.adapter import FunctionalModel, from_module
+from partita.models.functional import FunctionalModel
+from partita.models.hugging_face import from_module
 from partita.tasks import LM
 from partita.training.client_axis import ClientAxis, ClientVmap
 from partita.training.compilation import CompiledLayers, CompiledVmap

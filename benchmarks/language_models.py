@@ -35,7 +35,7 @@ from partita.core.rounds import initial_server, rounds
 from partita.core.settings import RunError
 from partita.data import Federation, Table, Task
 from partita.engines.autotune import choose_graphs, configure_backends
-from partita.models.adapter import from_module
+from partita.models.hugging_face import from_module
 from partita.tasks import LM
 
 DENSE_RATE = 989e12  # bfloat16 operations per second of an H100 or H200

@@ -22,7 +22,8 @@ from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, 
 from partita.core.serialization import HEADER
 from partita.data import Federation, Table, Task
 from partita.engines.autotune import configure_backends
-from partita.models.adapter import FunctionalModel, from_module
+from partita.models.functional import FunctionalModel
+from partita.models.hugging_face import from_module
 from partita.tasks import LM
 
 WORDS, RANK = 32_000, 8

@@ -43,7 +43,7 @@ from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods
 from partita.core.rounds import initial_server, rounds
 from partita.data import Federation, Table, Task
 from partita.engines.autotune import choose_graphs, configure_backends
-from partita.models.adapter import from_module
+from partita.models.hugging_face import from_module
 from partita.tasks import IMAGE, LM, TEXT
 
 GIB = 2**30

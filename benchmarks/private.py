@@ -37,7 +37,7 @@ from partita.core.model import Model
 from partita.core.rounds import initial_server, rounds
 from partita.data import Federation, Table, Task
 from partita.engines.autotune import configure_backends
-from partita.models.adapter import from_module
+from partita.models.hugging_face import from_module
 from partita.tasks import LM, TEXT
 from partita.training.cuda_capture import CudaRecorder
 from partita.training.cuda_graphs import GraphCache

@@ -42,7 +42,7 @@ from partita.data import Federation, Table, Task
 from partita.data.client_ids import NamedClients
 from partita.data.ragged import RaggedExamples
 from partita.engines.autotune import configure_backends
-from partita.models.adapter import from_module
+from partita.models.hugging_face import from_module
 from partita.tasks import IMAGE, TEXT
 from partita.training.cuda_capture import CudaRecorder, Recorder, Replay
 from partita.training.cuda_graphs import WARMUP_STEPS, GraphCache

@@ -203,7 +203,7 @@ def write_type(case: str) -> None:
     """Write the tiny random model of a type, and a config."""
     from model_types import module_of
 
-    from partita.models.adapter import without_logs
+    from partita.models.functional import without_logs
 
     kind = case.rpartition("-")[2]
     with without_logs():

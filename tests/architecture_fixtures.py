@@ -14,8 +14,9 @@ from torch import Tensor
 from partita.core.data import IGNORE_INDEX, Batch, ClientData
 from partita.core.rng import Key, seeded
 from partita.core.tensors import Tensors
-from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import ARCHITECTURES
+from partita.models.functional import FunctionalModel
+from partita.models.hugging_face import from_module
 from partita.tasks import KINDS, TaskKind
 
 CLASSES, WORDS, PAD, END, TOKENS, EXAMPLES, LAYERS = 3, 20, 1, 19, 6, 4, 2

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from partita.core import tensors
 from partita.core.rng import Key, seeded
-from partita.models.adapter import FunctionalModel
+from partita.models.functional import FunctionalModel
 from partita.models.pretrained import pretrained
 from partita.models.without_weights import AnyTask
 from partita.tasks import LM, TaskKind

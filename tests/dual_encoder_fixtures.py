@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from partita.core.rng import Key, seeded
-from partita.models.adapter import without_logs
+from partita.models.functional import without_logs
 from partita.models.prompts.clip import clip
 from partita.models.prompts.dual_encoder import DualEncoder
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import BertConfig, BertModel, BertTokenizer
 
-from partita.models.adapter import without_logs
+from partita.models.functional import without_logs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 WORDS = ["pain", "in", "the", "left", "arm", "."]

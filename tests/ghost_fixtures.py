@@ -10,7 +10,8 @@ from torch import Tensor
 
 from partita.core.data import Batch, ClientData
 from partita.core.rng import Key, seeded
-from partita.models.adapter import FunctionalModel, from_module
+from partita.models.functional import FunctionalModel
+from partita.models.hugging_face import from_module
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "num_labels": 3}
 WORDS = {**SIZES, "vocab_size": 20, "max_position_embeddings": 16, "pad_token_id": 0}

@@ -16,7 +16,7 @@ from partita.core.optim import SGD
 from partita.core.rng import Key
 from partita.core.rounds import rounds
 from partita.engines.simulation import SimulationEngine
-from partita.models.adapter import FunctionalModel
+from partita.models.functional import FunctionalModel
 from partita.models.peft_adapters import AdaptedModel
 from partita.models.prompts.clip import clip
 from partita.models.prompts.dual_encoder import DualEncoder

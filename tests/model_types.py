@@ -25,7 +25,8 @@ from partita.core.tensors import Tensors
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedper import fedper
 from partita.models import split_qkv
-from partita.models.adapter import FunctionalModel, from_module, without_logs
+from partita.models.functional import FunctionalModel, without_logs
+from partita.models.hugging_face import from_module
 from partita.tasks import KINDS
 
 CLASSES, EXAMPLES, TOKENS, VOCABULARY, PAD, START, END, SIZE = 3, 4, 8, 32, 1, 2, 31, 16

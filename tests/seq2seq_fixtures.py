@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from partita.core.rng import Key, seeded
-from partita.models.adapter import without_logs
+from partita.models.functional import without_logs
 from partita.models.tiny_encoder import SPECIAL
 from partita.models.tiny_seq2seq import write_tiny_seq2seq
 

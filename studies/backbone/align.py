@@ -38,7 +38,7 @@ from partita.data import Task
 from partita.data.task import Table
 from partita.evaluation import score
 from partita.models import CACHED_STATES
-from partita.models.adapter import without_logs
+from partita.models.functional import without_logs
 from partita.models.prompts.clip import clip
 
 TEMPLATES = ("a photo of a {}.", "{}", "a picture of the {}.", "a small photo of one {}.", "this is a {}.")

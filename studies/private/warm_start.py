@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from partita.experiment.recorded_model import load_recorded_model
-from partita.models.adapter import FunctionalModel
+from partita.models.functional import FunctionalModel
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from partita.core.update import Update
 from partita.engines.simulation import SimulationEngine
 from partita.experiment.builder import build
 from partita.experiment.config import parse
-from partita.models.adapter import without_logs
+from partita.models.functional import without_logs
 from partita.privacy.canaries import first, gradient_cosines, losses_of
 from partita.privacy.membership import Array, roc
 

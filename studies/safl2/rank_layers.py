@@ -20,7 +20,7 @@ from partita.core.data import Batch, Examples
 from partita.core.model import TokenChoice
 from partita.core.rng import Key
 from partita.experiment.config import apply_override, read_toml
-from partita.models.adapter import FunctionalModel
+from partita.models.functional import FunctionalModel
 
 BATCH = 32
 

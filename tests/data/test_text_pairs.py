@@ -16,7 +16,7 @@ from partita.data import DataError, Task, load
 from partita.experiment.config import parse
 from partita.experiment.runner import start
 from partita.models import build
-from partita.models.adapter import FunctionalModel, without_logs
+from partita.models.functional import FunctionalModel, without_logs
 from partita.models.tiny_encoder import write_tiny_encoder
 
 pytest.importorskip("datasets")

@@ -16,7 +16,8 @@ from partita.core.settings import Run, Training
 from partita.core.tensors import Tensors
 from partita.engines.first_step import StepError, take_first_step
 from partita.methods.fedavg import fedavg
-from partita.models.adapter import FunctionalModel, from_module
+from partita.models.functional import FunctionalModel
+from partita.models.hugging_face import from_module
 from partita.tasks import KINDS
 from partita.testing.toy import ToyPopulation, ToyTransformer
 

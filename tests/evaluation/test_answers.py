@@ -20,7 +20,7 @@ from partita.data.task import Subset, Task
 from partita.evaluation import score
 from partita.evaluation.answers import Answers, Choices, last_answers, with_generation
 from partita.evaluation.metrics import EvaluationError, NextToken
-from partita.models.adapter import FunctionalModel
+from partita.models.functional import FunctionalModel
 from partita.tasks import CHAT, CHOICE
 
 

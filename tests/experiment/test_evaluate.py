@@ -23,7 +23,7 @@ from partita.experiment.evaluate import NOT_COVERED, Options, evaluate_folder
 from partita.experiment.predict import Cut, predict_file
 from partita.experiment.predict import Options as PredictOptions
 from partita.models import ModelError
-from partita.models.adapter import without_logs
+from partita.models.functional import without_logs
 from partita.report.evaluation_page import render
 
 CLASSES = ("ill", "well")

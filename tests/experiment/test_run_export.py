@@ -35,7 +35,7 @@ from partita.experiment.export import export_clients, export_model, form_of
 from partita.experiment.exported import ExportError, read_export
 from partita.experiment.recorded_model import RecordedModel, load_recorded_model
 from partita.experiment.runner import start
-from partita.models.adapter import without_logs
+from partita.models.functional import without_logs
 from partita.models.tiny_segformer import write_tiny_segformer
 from partita.tasks import KINDS
 

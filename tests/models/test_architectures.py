@@ -37,9 +37,10 @@ from partita.core.data import IGNORE_INDEX
 from partita.core.tensors import Tensors
 from partita.methods.fedfrozen import fedfrozen
 from partita.models import ModelError, split_qkv
-from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import table_tags
 from partita.models.attention import attention_hook, scaled_dot_product
+from partita.models.functional import FunctionalModel
+from partita.models.hugging_face import from_module
 from partita.tasks import LM, MULTI_LABEL_TEXT
 from partita.tasks.losses import token_cross_entropy
 from partita.testing.conformance import check_method

@@ -16,8 +16,9 @@ from partita.core.data import EXAMPLE_SEEDS
 from partita.core.keyed_bits import example_seeds
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
-from partita.models.adapter import FunctionalModel, from_module
 from partita.models.dropout import KeyedDropout, KeyedDropPath, use_keyed_dropout
+from partita.models.functional import FunctionalModel
+from partita.models.hugging_face import from_module
 from partita.tasks import KINDS
 
 HALF = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}

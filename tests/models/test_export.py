@@ -17,7 +17,7 @@ from partita import data, models
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.models import ModelError
-from partita.models.adapter import FunctionalModel
+from partita.models.functional import FunctionalModel
 
 TEXTS = [" ".join(WORDS[: 1 + place % len(WORDS)]) for place in range(20)]
 

@@ -27,8 +27,9 @@ from partita.experiment.run_folder import RESULT
 from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg
 from partita.models import ModelError, frozen_cache
-from partita.models.adapter import FunctionalModel, from_module
 from partita.models.frozen_cache import CACHED_STATES, CHUNK, CachedExamples, cache_frozen, frozen_depth
+from partita.models.functional import FunctionalModel
+from partita.models.hugging_face import from_module
 from partita.models.prompts.clip import clip
 from partita.tasks import LM
 from partita.testing.toy import ToyTransformer

@@ -17,7 +17,8 @@ from partita import Key
 from partita.core.data import EXAMPLE_SEEDS
 from partita.core.layer_compiler import compiled_layers
 from partita.core.tensors import Tensors
-from partita.models.adapter import FunctionalModel, from_module
+from partita.models.functional import FunctionalModel
+from partita.models.hugging_face import from_module
 from partita.models.layer_forward import layer_forwards
 from partita.tasks import SEQ2SEQ
 

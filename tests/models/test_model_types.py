@@ -19,9 +19,10 @@ from partita.core.model import TagError, layer_tags
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.safl import safl
 from partita.models import ModelError, split_qkv
-from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import ARCHITECTURES, tags_of
 from partita.models.architectures.general import FUSED, PROJECTIONS, find_layers, general_tags
+from partita.models.functional import FunctionalModel
+from partita.models.hugging_face import from_module
 from partita.models.lifting import why_one_by_one
 from partita.tasks import KINDS
 from partita.testing.conformance import check_method

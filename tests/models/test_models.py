@@ -53,9 +53,10 @@ from partita.core.model import TagError
 from partita.core.rng import Key, seeded
 from partita.core.tensors import Tensors
 from partita.models import INDEX, ModelError, architectures, attention, build
-from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import ROLES, Architecture, table_tags
 from partita.models.attention import ALIGNMENT, attention_hook, scaled_dot_product
+from partita.models.functional import FunctionalModel
+from partita.models.hugging_face import from_module
 from partita.models.pretrained import pretrained
 from partita.models.vit import vit
 from partita.tasks import IMAGE, LM, MULTI_LABEL_TEXT, TEXT, TaskKind

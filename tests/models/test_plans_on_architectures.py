@@ -11,7 +11,7 @@ from partita.core.method import Method
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedper import fedper
 from partita.methods.safl import safl
-from partita.models.adapter import FunctionalModel
+from partita.models.functional import FunctionalModel
 from partita.testing.conformance import check_method
 
 # SAFL reads the attention of every architecture. For the others the roles count, which test_architectures.py checks,

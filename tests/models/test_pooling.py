@@ -13,9 +13,10 @@ from test_export import text_model
 from partita import models
 from partita.core.rng import Key
 from partita.models import ModelError
-from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import ARCHITECTURES, Pooling
 from partita.models.frozen_cache import FrozenForward
+from partita.models.functional import FunctionalModel
+from partita.models.hugging_face import from_module
 
 ENCODERS = ["bert-text", "roberta-text", "electra-text", "distilbert-text"]
 

@@ -7,7 +7,7 @@ import torch
 from model_types import inputs_of, module_of
 from torch import nn
 
-from partita.models.adapter import from_module
+from partita.models.hugging_face import from_module
 from partita.models.torch_functions import resized
 from partita.tasks import KINDS
 

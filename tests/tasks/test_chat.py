@@ -24,7 +24,7 @@ from partita.experiment.config import parse
 from partita.experiment.runner import resume, start
 from partita.methods.fedavg import fedavg
 from partita.models import build
-from partita.models.adapter import FunctionalModel, without_logs
+from partita.models.functional import FunctionalModel, without_logs
 from partita.report.load import load_run
 from partita.report.page import page
 

@@ -27,7 +27,7 @@ from partita.engines.flower.messages import MessageError
 from partita.evaluation.metrics import Predictions, Regression
 from partita.methods.fedavg import fedavg
 from partita.models import ModelError, build
-from partita.models.adapter import FunctionalModel, without_logs
+from partita.models.functional import FunctionalModel, without_logs
 from partita.tasks import IMAGE_REGRESSION, TEXT, TEXT_REGRESSION
 from partita.tasks.losses import squared_error
 from partita.training.dp_sgd import clipped_sum

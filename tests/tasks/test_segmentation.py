@@ -24,7 +24,7 @@ from partita.experiment.runner import resume, start
 from partita.experiment.split_record import describe_split
 from partita.methods.fedavg import fedavg
 from partita.models import build
-from partita.models.adapter import FunctionalModel, without_logs
+from partita.models.functional import FunctionalModel, without_logs
 from partita.models.tiny_segformer import write_tiny_segformer
 from partita.report.load import load_run
 from partita.tasks import SEGMENTATION

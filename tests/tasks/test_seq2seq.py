@@ -23,7 +23,7 @@ from partita.experiment.config import parse
 from partita.experiment.runner import resume, start
 from partita.methods.fedavg import fedavg
 from partita.models import ModelError, build
-from partita.models.adapter import FunctionalModel, without_logs
+from partita.models.functional import FunctionalModel, without_logs
 from partita.report.load import load_run
 
 pytest.importorskip("datasets")

@@ -24,7 +24,7 @@ from partita.experiment import builder
 from partita.experiment.builder import build
 from partita.experiment.config import parse
 from partita.methods.fedavg import fedavg
-from partita.models.adapter import FunctionalModel
+from partita.models.functional import FunctionalModel
 from partita.tasks import MULTI_LABEL_IMAGE
 
 CASE = make_case("bert-text")

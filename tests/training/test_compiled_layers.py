@@ -16,8 +16,8 @@ from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, 
 from partita.core.tensors import Tensors
 from partita.data import Table, Task
 from partita.engines.autotune import choose_graphs
-from partita.models import adapter
-from partita.models.adapter import FunctionalModel
+from partita.models import functional
+from partita.models.functional import FunctionalModel
 from partita.tasks import LM, chunked_loss
 from partita.testing.trial import states_of
 from partita.training import compilation
@@ -139,7 +139,7 @@ def test_large_models_compile_by_layer(case: str, frozen: tuple[str, ...], monke
     """Frozen parameters count too."""
     size = sum(value.numel() for value in make_model(case).initial.values())
     for limit in (size - 1, size):
-        monkeypatch.setattr(adapter, "SMALL_MODEL", limit)
+        monkeypatch.setattr(functional, "SMALL_MODEL", limit)
         assert make_model(case, frozen).compiles_by_layer() is (limit < size)
 
 

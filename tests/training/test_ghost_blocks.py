@@ -25,7 +25,7 @@ from partita.core.rng import Key, seeded
 from partita.core.tensors import Tensors
 from partita.data import Table
 from partita.methods import build
-from partita.models.adapter import from_module
+from partita.models.hugging_face import from_module
 from partita.tasks import LM, chunked_loss
 from partita.training import ghost_kernels, ghost_layers, private_gradients
 from partita.training.client_axis import VmapError

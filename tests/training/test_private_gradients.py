@@ -23,7 +23,7 @@ from partita.core.noise import add_noise, gaussian_noise
 from partita.core.plan import Phase, Plan
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
-from partita.models.adapter import from_module
+from partita.models.hugging_face import from_module
 from partita.tasks import KINDS
 from partita.training import private_gradients
 from partita.training.client_axis import ClientAxis, VmapError

@@ -28,7 +28,7 @@ from partita.engines.multiprocess import MultiprocessEngine
 from partita.engines.simulation import SimulationEngine
 from partita.methods import build
 from partita.methods.fedavg import fedavg
-from partita.models.adapter import FunctionalModel
+from partita.models.functional import FunctionalModel
 from partita.training import local_training
 from partita.training.cuda_capture import CudaRecorder
 from partita.training.cuda_graphs import GraphCache

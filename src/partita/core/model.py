@@ -215,7 +215,7 @@ class Model:
             TagError: If the model cannot report its attention.
         """
         raise TagError(
-            f"{self.name} cannot report its attention; use a Hugging Face model, or rank its layers in another way"
+            f"{self.name} cannot report its attention; use a Hugging Face model, or rank its layers differently"
         )
 
     def head_dimensions(self) -> dict[str, tuple[int, int]]:
@@ -224,7 +224,7 @@ class Model:
         Raises:
             TagError: If the model cannot separate its heads.
         """
-        raise TagError(f"{self.name} cannot separate its heads; use a Hugging Face model, or prune in another way")
+        raise TagError(f"{self.name} cannot separate its heads; use a Hugging Face model, or prune differently")
 
     def skip_layers(self, without: Names) -> Model:
         """Return this model with the layers of the given tags skipped in the forward pass.

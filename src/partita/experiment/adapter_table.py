@@ -9,8 +9,9 @@ import torch
 
 from partita.core.rng import Key
 from partita.models import ModelError
-from partita.models.adapter import FunctionalModel, frozen_parameters
 from partita.models.adapter_options import frozen_part
+from partita.models.functional import FunctionalModel
+from partita.models.hugging_face import frozen_parameters
 from partita.models.loading import stored_size
 from partita.models.quantization import Mode
 from partita.models.without_weights import module_without_weights

@@ -19,7 +19,7 @@ from partita.core.tensors import Tensors
 from partita.experiment.exported import Export, ExportError, Form, describe_export, write_export
 from partita.experiment.model_card import write_card
 from partita.experiment.recorded_model import RecordedModel
-from partita.models.adapter import FunctionalModel, without_logs
+from partita.models.functional import FunctionalModel, without_logs
 from partita.models.loading import tokenizer_of
 from partita.models.peft_adapters import AdaptedModel
 from partita.models.prompts.export import has_prompts, save_prompts

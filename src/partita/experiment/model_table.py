@@ -18,7 +18,7 @@ from partita.experiment.adapter_table import TRAINED_BYTES, VALUE_BYTES, Adapter
 from partita.experiment.builder import build_method
 from partita.experiment.preview import DATA_DEPENDENT
 from partita.models import ModelError
-from partita.models.adapter import FunctionalModel
+from partita.models.functional import FunctionalModel
 from partita.models.without_weights import blocks_of, model_without_weights
 
 METHODS = ("fedavg", "fedfrozen", "safl", "fedper", "lora")

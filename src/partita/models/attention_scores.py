@@ -31,9 +31,9 @@ from partita.core.options import closest_match
 from partita.core.tensors import Tensors
 from partita.models import ModelError
 from partita.models import attention as partita_attention
-from partita.models.adapter import FunctionalModel
 from partita.models.architectures import architecture, is_known
 from partita.models.attention import attention_hook, for_each_head, probabilities, scaled_dot_product
+from partita.models.functional import FunctionalModel
 from partita.models.label_words import label_words, matching_tokens, word_tokens
 
 ATTENTION_MASK = "attention_mask"
@@ -166,7 +166,7 @@ class _Scores:
         tags = sorted({*self.layers.values()}, key=layer_number)
         if len(maps) != len(tags) or self.tokens == "salient":
             raise ModelError(
-                f"{self.model.name} cannot report its attention; use another model, or rank its layers in another way"
+                f"{self.model.name} cannot report its attention; use another model, or rank its layers differently"
             )
         for tag, attention in zip(tags, maps, strict=True):
             if self.tokens == "pooled":
@@ -369,7 +369,7 @@ def head_dimensions(model: FunctionalModel) -> dict[str, tuple[int, int]]:
     config = getattr(config, "vision_config", config)
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
-        raise TagError(f"{model.name} has no one number of heads for all layers; prune in another way")
+        raise TagError(f"{model.name} has no one number of heads for all layers; prune differently")
     shared = int(getattr(config, "num_key_value_heads", None) or heads)
     transposed = architecture(str(model.module.config.model_type)).transposed
     dimensions = {}

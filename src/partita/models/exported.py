@@ -16,8 +16,9 @@ from partita.core.model import Model, Output
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.models import ModelError
-from partita.models.adapter import FunctionalModel, from_module, without_logs
 from partita.models.from_task import processor_of
+from partita.models.functional import FunctionalModel, without_logs
+from partita.models.hugging_face import from_module
 from partita.models.loading import config_for
 from partita.models.pretrained import pretrained
 from partita.tasks import TaskInfo, TaskKind

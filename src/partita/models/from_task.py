@@ -58,7 +58,7 @@ class ImageProcessor:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the image processor of transformers into a folder."""
-        from partita.models.adapter import without_logs
+        from partita.models.functional import without_logs
 
         with without_logs():
             # Here, because they log that they work without torchvision too.

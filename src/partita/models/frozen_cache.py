@@ -19,8 +19,8 @@ from partita.core.sharing import shared
 from partita.core.tensors import Tensors
 from partita.core.torch_private import own_parameters
 from partita.models import CACHED_STATES, ModelError
-from partita.models.adapter import FunctionalModel
 from partita.models.architectures import Forward, architecture
+from partita.models.functional import FunctionalModel
 from partita.models.prompts.dual_encoder import DualEncoder
 from partita.models.prompts.prompts import PromptModel
 from partita.models.skip_layers import patched_forward

@@ -9,7 +9,7 @@ import torch
 from partita.core.data import IGNORE_INDEX
 from partita.core.tensors import Tensors
 from partita.models import ModelError
-from partita.models.adapter import FunctionalModel, without_logs
+from partita.models.functional import FunctionalModel, without_logs
 
 READ = ("input_ids", "attention_mask")  # a decoder's other inputs hold the answer, which generation must not see
 WRITERS = ("seq2seq", "lm")  # heads that predict the next token

@@ -23,9 +23,10 @@ from partita.core.hub import offline_reason
 from partita.core.rng import Key, seeded
 from partita.core.tensors import Names, Tensors
 from partita.models import ModelError, split_qkv
-from partita.models.adapter import frozen_parameters, without_logs
 from partita.models.architectures import ARCHITECTURES, architecture, forward_of, head_names
 from partita.models.from_task import REMEDY, check_path, set_labels
+from partita.models.functional import without_logs
+from partita.models.hugging_face import frozen_parameters
 from partita.models.quantization import Mode, quantizable, stored_bytes
 from partita.tasks import KINDS, TaskInfo
 

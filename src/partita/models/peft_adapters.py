@@ -20,10 +20,10 @@ from partita.core.rng import Key, seeded
 from partita.core.tensors import Names, Tensors
 from partita.core.torch_private import own_parameters
 from partita.models import ModelError, split_qkv
-from partita.models.adapter import FunctionalModel, ParameterSlot
 from partita.models.adapter_export import fuse, join, merge
 from partita.models.adapter_options import ADAPTER, FACTORS, TABLE, AdapterOptions, factor_name
 from partita.models.dropout import DropoutDraws, key_dropout
+from partita.models.functional import FunctionalModel, ParameterSlot
 from partita.models.layer_forward import layer_forwards, use_layer_forward
 from partita.models.vmap_layers import use_vmap_layers
 
@@ -75,7 +75,7 @@ class AdaptedModel(FunctionalModel):
         """Write a PEFT folder with the adapter and the head. It fits the base model as it was loaded.
 
         Raises:
-            ModelError: If any other parameter has changed, or transformers would run the model in another way.
+            ModelError: If any other parameter has changed, or transformers would run the model differently.
         """
         self.check_saves()
         # PEFT saves whole modules and would break the tie of tied ones.

@@ -12,7 +12,7 @@ from partita.models.from_task import check_has_images, processor_of
 from partita.tasks import TaskInfo
 
 if TYPE_CHECKING:
-    from partita.models.adapter import FunctionalModel
+    from partita.models.functional import FunctionalModel
 
 
 def pretrained(
@@ -45,8 +45,8 @@ def pretrained(
     import transformers
 
     from partita.models import loading
-    from partita.models.adapter import from_module
     from partita.models.architectures import forward_of
+    from partita.models.hugging_face import from_module
 
     kind = task.kind
     if kind.inputs == "image":

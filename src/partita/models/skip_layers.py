@@ -12,8 +12,8 @@ import torch
 from partita.core.model import Output, layer_number
 from partita.core.tensors import Names, Tensors
 from partita.models import ModelError
-from partita.models.adapter import FunctionalModel
 from partita.models.architectures import architecture
+from partita.models.functional import FunctionalModel
 
 
 def skip_layers(model: FunctionalModel, without: Names) -> FunctionalModel:

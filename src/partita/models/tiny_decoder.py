@@ -9,7 +9,7 @@ from typing import Any, Literal
 from transformers import BertTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from partita.core.rng import Key, seeded
-from partita.models.adapter import without_logs
+from partita.models.functional import without_logs
 from partita.models.tiny_encoder import SPECIAL
 
 ROLES = ("[SYSTEM]", "[USER]", "[ASSISTANT]", "[TOOL]")  # tokens that start a turn

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import BertConfig, BertModel, BertTokenizer
 
 from partita.core.rng import Key, seeded
-from partita.models.adapter import without_logs
+from partita.models.functional import without_logs
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 

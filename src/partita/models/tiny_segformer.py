@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import SegformerConfig, SegformerModel
 
 from partita.core.rng import Key, seeded
-from partita.models.adapter import without_logs
+from partita.models.functional import without_logs
 
 
 def write_tiny_segformer(folder: Path, key: Key, width: int = 32) -> None:

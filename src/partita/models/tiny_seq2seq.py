@@ -9,7 +9,7 @@ from typing import Any
 from transformers import BertTokenizer, T5Config, T5ForConditionalGeneration
 
 from partita.core.rng import Key, seeded
-from partita.models.adapter import without_logs
+from partita.models.functional import without_logs
 from partita.models.tiny_encoder import SPECIAL
 
 

@@ -9,7 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from partita.models import attention
-from partita.models.adapter import without_logs
+from partita.models.functional import without_logs
 
 
 def use_attention(module: PreTrainedModel) -> None:

@@ -12,7 +12,7 @@ from partita.models.from_task import check_has_images, processor_of, set_labels
 from partita.tasks import TaskInfo
 
 if TYPE_CHECKING:
-    from partita.models.adapter import FunctionalModel
+    from partita.models.functional import FunctionalModel
 
 
 def vit(
@@ -33,7 +33,7 @@ def vit(
             image size.
         SizeError: If the model would not fit into memory.
     """
-    from partita.models.adapter import from_module
+    from partita.models.hugging_face import from_module
     from partita.models.vision_transformer import Config, VisionTransformer
 
     check_has_images(task)

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from partita.core.options import closest_match
 from partita.core.tensors import Tensors
 from partita.models import ModelError
-from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import is_known
+from partita.models.functional import FunctionalModel
+from partita.models.hugging_face import from_module
 from partita.models.lifting import why_one_by_one
 from partita.models.loading import check_kind, config_for, load_config, without_values
 from partita.tasks import KINDS, Normalization, TaskKind

@@ -10,8 +10,8 @@ from typing import Any
 from partita.core import serialization
 from partita.core.model import Model
 from partita.core.tensors import Tensors
-from partita.models.adapter import without_logs
 from partita.models.architectures.dual_encoders import image_tower_spec, text_tower_spec
+from partita.models.functional import without_logs
 from partita.models.prompts.dual_encoder import DualEncoder
 from partita.models.prompts.feature_adapter import FeatureAdapter
 from partita.models.prompts.feature_cache import CachedFeatures
