@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from helpers import small_config, toy_run
 from partita.core.client import Job
 from partita.core.rounds import ClientFailure
 from partita.core.tensors import Tensors
-from partita.core.update import Update
+from partita.core.update import MaskedUpdate, SecureSum, Update
 from partita.experiment import progress_file, run_folder
 from partita.experiment.config import Config
-from partita.experiment.progress_file import ProgressEngine, ProgressFile, record_progress
+from partita.experiment.progress_file import ProgressFile, ReplyCounter, record_progress
 from partita.experiment.runner import resume, start
 from partita.methods.fedavg import fedavg
 from partita.privacy.guard import PrivacyConfig
@@ -29,34 +29,26 @@ from partita.storage import atomic_files
 NOTHING: Tensors = {}
 
 
-class Scripted:
-    """An engine whose second client is lost."""
-
-    def __init__(self, *names: str) -> None:
-        self.names = names
-
-    def clients(self) -> Sequence[str]:
-        return self.names
-
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
-        for place, job in enumerate(jobs):
-            yield (
-                ClientFailure(job.client, "no " * 300) if place == 1 else Update(job.client, NOTHING, {}, 1.0, {}, None)
-            )
-
-    def evaluate(self, jobs: Iterable[Job], on: object = None) -> Iterator[tuple[str, dict[str, float]]]:
-        yield from ((job.client, {"accuracy": 1.0}) for job in jobs)
+RESULT: Any = None
 
 
-def jobs(round: int, *clients: str) -> list[Job]:
-    return [Job(round, client, NOTHING, frozenset()) for client in clients]
+def round_of(progress: ProgressFile, number: int, *clients: str) -> Iterator[None]:
+    """A round whose second client is lost, as the loop tells of it; a step for each reply."""
+    progress.waits()
+    progress.begins(number, len(clients), len(clients))
+    for place, client in enumerate(clients):
+        progress.asks(Job(number, client, NOTHING, frozenset()))
+        update = Update(client, NOTHING, {}, 1.0, {}, None)
+        progress.receives(ClientFailure(client, "no " * 300) if place == 1 else update)
+        yield
+    progress.ends(RESULT)
 
 
 class WithoutThread(ProgressFile):
     """A file that is only written when a test says so."""
 
-    def begin(self) -> None:
-        pass
+    def waits(self) -> None:
+        self.update(phase="waiting")
 
 
 def progress_of(folder: Path, private: bool = False, **more: Any) -> ProgressFile:
@@ -71,10 +63,8 @@ def content(progress: ProgressFile) -> dict[str, Any]:
 
 def test_the_file_follows_a_round(tmp_path: Path) -> None:
     progress = progress_of(tmp_path)
-    engine = ProgressEngine(Scripted("a", "b", "c"), progress)
     assert content(progress)["phase"] == "waiting"
-    assert engine.clients() == ("a", "b", "c")
-    replies = engine.train(jobs(4, "a", "b", "c"))
+    replies = round_of(progress, 4, "a", "b", "c")
     next(replies)
     begun = content(progress)
     expected = {"state": "running", "phase": "training", "round": 4, "rounds": 9, "cohort": 3, "online": 3}
@@ -88,12 +78,23 @@ def test_the_file_follows_a_round(tmp_path: Path) -> None:
     assert len(list(replies)) == 1
     assert content(progress)["phase"] == "evaluating"
     assert "pace" not in begun
-    next(engine.train(jobs(5, "c")))
+    next(round_of(progress, 5, "c"))
     after = content(progress)
     assert (after["round"], after["clients"], after["lost"]) == (5, {"c": "replied"}, {})
     assert after["pace"] >= 0
     progress.close("finished")
     assert not progress.path.exists()
+
+
+def test_replies_are_counted_by_round_and_the_sum_is_none() -> None:
+    told: list[tuple[int, int]] = []
+    counter = ReplyCounter(lambda replies, cohort: told.append((replies, cohort)))
+    for number in (0, 1):
+        counter.begins(number, 5, 2)
+        for client in "ab":
+            counter.receives(MaskedUpdate(client))
+        counter.receives(SecureSum(None, None, None, 2, {}, 0, {}))
+    assert told == [(0, 2), (1, 2), (2, 2)] * 2
 
 
 def test_waiting_for_remote_clients_shows_who_is_connected(tmp_path: Path) -> None:
@@ -105,10 +106,10 @@ def test_waiting_for_remote_clients_shows_who_is_connected(tmp_path: Path) -> No
 def test_the_file_names_a_bounded_number_of_clients(tmp_path: Path) -> None:
     many = [f"c{number}" for number in range(progress_file.NAMED + 50)]
     progress = progress_of(tmp_path, connected=lambda: many)
-    progress.begin_round(0, len(many))
+    progress.begins(0, len(many), len(many))
     for client in many:
-        progress.ask(client)
-        progress.receive(ClientFailure(client, "away"))
+        progress.asks(Job(0, client, NOTHING, frozenset()))
+        progress.receives(ClientFailure(client, "away"))
     told = content(progress)
     assert told["asked"] == told["online"] == len(many)
     assert len(told["clients"]) == len(told["lost"]) == len(told["present"]) == progress_file.NAMED
@@ -117,9 +118,7 @@ def test_the_file_names_a_bounded_number_of_clients(tmp_path: Path) -> None:
 def test_a_private_run_does_not_tell_of_clients_or_quote_an_error(tmp_path: Path) -> None:
     (tmp_path / "toy").mkdir()
     progress = progress_of(tmp_path / "toy", private=True, connected=lambda: ["a"])
-    engine = ProgressEngine(Scripted("a", "b"), progress)
-    engine.clients()
-    list(engine.train(jobs(0, "a", "b")))
+    list(round_of(progress, 0, "a", "b"))
     told = content(progress)
     assert told.keys() == {"state", "phase", "rounds", "round", "started", "updated", "process"}
     config = replace(small_config("fedavg", 2), privacy=PrivacyConfig(noise=4.0, accountant="rdp"))
@@ -171,8 +170,8 @@ def test_a_file_that_cannot_be_written_is_a_warning_in_the_next_round(
     monkeypatch.setattr(progress_file, "write", full)
     with pytest.warns(UserWarning, match=r"cannot write .*progress.json \(no space left\), so 'partita watch'"):  # noqa: PT031
         progress._write()
-        progress.begin_round(0, 1)
-    progress.begin_round(1, 1)  # once is enough
+        progress.begins(0, 1, 1)
+    progress.begins(1, 1, 1)  # once is enough
 
 
 def test_only_the_thread_of_the_file_touches_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,11 +184,9 @@ def test_only_the_thread_of_the_file_touches_the_disk(tmp_path: Path, monkeypatc
         written.set()
 
     monkeypatch.setattr(progress_file, "write", write)
-    with record_progress(Scripted("a"), tmp_path, toy_run(fedavg()), private=False) as engine:
-        engine.clients()
-        list(engine.train(jobs(0, "a")))
+    with record_progress(tmp_path, toy_run(fedavg()), private=False) as progress:
+        list(round_of(progress, 0, "a"))
         assert written.wait(10)
-        assert dict(engine.evaluate(jobs(0, "a"))) == {"a": {"accuracy": 1.0}}
     assert writers == {"progress"}
     assert all(thread.name != "progress" for thread in threading.enumerate())
 
@@ -197,6 +194,6 @@ def test_only_the_thread_of_the_file_touches_the_disk(tmp_path: Path, monkeypatc
 def test_a_run_that_has_no_round_to_run_only_deletes_old_progress(tmp_path: Path) -> None:
     progress_of(tmp_path)._write()
     assert os.listdir(tmp_path) == [file_names.PROGRESS]
-    with record_progress(Scripted("a"), tmp_path, toy_run(fedavg()), private=False):
+    with record_progress(tmp_path, toy_run(fedavg()), private=False):
         pass
     assert not os.listdir(tmp_path)

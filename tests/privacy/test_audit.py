@@ -157,8 +157,8 @@ def eavesdrop(privacy_config: PrivacyConfig | None, seed: int = 0) -> tuple[floa
     run = guard.run if guard else run
     canaries = choose_canaries(clients, 100, Key(seed) / "audit", classes=3)
     canary_population = CanaryPopulation(clients, canaries)
-    eavesdropper = Eavesdropper(run, MODEL, SimulationEngine(run, MODEL, canary_population, block=2), canary_population)
-    *_, end = rounds(run, MODEL, eavesdropper)
+    eavesdropper = Eavesdropper(run, MODEL, canary_population)
+    *_, end = rounds(run, MODEL, SimulationEngine(run, MODEL, canary_population, block=2), listeners=[eavesdropper])
     assert len(canary_losses(MODEL, end.server.params, canary_population)) == 100
     included = canaries.included
     scores, bound = best_guesses(eavesdropper.scores(), included, 1e-5)

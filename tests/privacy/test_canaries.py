@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import Clients, ScriptedEngine, toy_model, toy_run
+from helpers import Clients, toy_model, toy_run
 from torch import Tensor
 
 from partita.core.data import Batch
@@ -194,9 +194,8 @@ def test_gradients_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_noise_in_an_update_beside_the_share_of_one_example() -> None:
     plain, private = fedavg(), replace(fedavg(), privacy=DPSGDSettings(1.0, 3.0))
-    engine: Any = None
-    assert Eavesdropper(toy_run(plain), MODEL, engine, planted())._strength(10) == 0.0
-    eavesdropper = Eavesdropper(toy_run(private, batch_size=4, epochs=2), MODEL, engine, planted())
+    assert Eavesdropper(toy_run(plain), MODEL, planted())._strength(10) == 0.0
+    eavesdropper = Eavesdropper(toy_run(private, batch_size=4, epochs=2), MODEL, planted())
     assert eavesdropper._strength(10) == pytest.approx(4 * 9 / (0.4**2 * 6))
     assert eavesdropper._strength(3) == pytest.approx(4 * 9 / (1.0 * 2))
 
@@ -221,12 +220,11 @@ def test_an_eavesdropper_adds_up_what_clients_with_canaries_send(monkeypatch: py
 
     seen: list[Any] = []
     monkeypatch.setattr(canaries, "canary_scores", scores)
-    eavesdropper = Eavesdropper(run, MODEL, ScriptedEngine(answer, ("a", "b", "c")), population)
+    eavesdropper = Eavesdropper(run, MODEL, population)
     for number in (0, 1):
-        jobs = [make_job(run, MODEL, server, number, client)[0] for client in "abc"]
-        replies = list(eavesdropper.train(jobs))
-        assert [reply.client for reply in replies] == ["a", "b", "c"]
-        assert replies[2] is failure
+        for client in "abc":
+            job = make_job(run, MODEL, server, number, client)[0]
+            eavesdropper.asks(job)
+            eavesdropper.receives(answer(job))
     assert len(seen) == 2
-    assert eavesdropper.clients() == ("a", "b", "c")
     assert eavesdropper.scores().tolist() == [[3.0] * sizes["b"] + [0.0] * sizes["c"]] * 3

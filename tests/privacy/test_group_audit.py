@@ -81,8 +81,8 @@ def bound_of(run: Run, population: Any, seed: int, count: int = 100) -> Bound:
     """The lower bound on epsilon that an eavesdropper on the updates proves with canary patients."""
     canaries = choose_canaries(population, count, Key(seed) / "audit", classes=3, by_group=True)
     watched, model = CanaryPopulation(population, canaries), Weights()
-    eavesdropper = Eavesdropper(run, model, SimulationEngine(run, model, watched), watched)
-    for _ in rounds(run, model, eavesdropper):
+    eavesdropper = Eavesdropper(run, model, watched)
+    for _ in rounds(run, model, SimulationEngine(run, model, watched), listeners=[eavesdropper]):
         pass
     return best_guesses(eavesdropper.scores(), canaries.included, DELTA)[1]
 

@@ -20,7 +20,7 @@ from partita.core.client_rule import PrivacyRelease
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import runner
 from partita.experiment.config import Config, parse
-from partita.experiment.ledger_engine import LedgerEngine
+from partita.experiment.run_ledger import RunLedger
 from partita.experiment.runner import resume, start
 from partita.privacy.ledger import Charge, Ledger, LedgerError, Limit
 from partita.privacy.spending import TRAINING
@@ -304,15 +304,14 @@ def test_a_charge_is_on_disk_before_the_reply_leaves(
 
 
 def _killed_run(path: Path, folder: Path) -> None:
-    charged = LedgerEngine.train
+    replies = []
 
-    def train(self: LedgerEngine, jobs: Any) -> Iterator[Any]:
-        for count, reply in enumerate(charged(self, jobs)):
-            yield reply
-            if count == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def receives(self: RunLedger, reply: Any) -> None:
+        if len(replies) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replies.append(reply)
 
-    LedgerEngine.train = train  # type: ignore[method-assign]
+    RunLedger.receives = receives  # type: ignore[method-assign]
     list(start(private_config(path), folder))
 
 

@@ -1,6 +1,7 @@
 """The round loop, as a generator.
 
-Code that records, evaluates, writes checkpoints or stops early consumes the generator; the loop has no callbacks.
+What happens between rounds (records, evaluation, checkpoints, early stopping) is the consumer's. Listeners see what
+happens inside a round.
 """
 
 from __future__ import annotations
@@ -119,6 +120,25 @@ class RoundResult:
     padding: float | None = None
 
 
+class Listener:
+    """Sees what happens in a round, and changes nothing. An error that it raises ends the run."""
+
+    def waits(self) -> None:
+        """The round needs clients. With a real engine, they may still have to connect."""
+
+    def begins(self, number: int, clients: int, cohort: int) -> None:
+        """Round `number` begins: of `clients` available clients, `cohort` will be asked."""
+
+    def asks(self, job: Job) -> None:
+        """A job is about to leave the server."""
+
+    def receives(self, reply: Reply) -> None:
+        """A reply has arrived. It has not been checked yet."""
+
+    def ends(self, result: RoundResult) -> None:
+        """The round is over."""
+
+
 def initial_server(run: Run, model: Model) -> Server:
     """Return the server before the first round."""
     return Server(
@@ -137,6 +157,7 @@ def rounds(
     server: Server | None = None,
     start: int = 0,
     losses: Mapping[str, float] | None = None,
+    listeners: Sequence[Listener] = (),
 ) -> Iterator[RoundResult]:
     """Run rounds `start` to `run.rounds - 1` and yield the result of each.
 
@@ -147,6 +168,7 @@ def rounds(
         server: The server after round `start - 1`, to resume a run; None for the initial server.
         start: The first round to run.
         losses: By client, the training loss that it reported last before `start`, for sampling rules that use it.
+        listeners: Told what happens in each round.
 
     Yields:
         One RoundResult per round. The next round starts when the consumer asks for it.
@@ -155,9 +177,11 @@ def rounds(
     limits = UpdateLimits(run, model)
     known = dict(losses or {})
     for number in range(start, run.rounds):
-        result = _RoundRunner(limits, server, number, known).run_round(engine)
+        result = _RoundRunner(limits, server, number, known, listeners).run_round(engine)
         server = result.server
         known |= result.losses
+        for listener in listeners:
+            listener.ends(result)
         yield result
 
 
@@ -199,9 +223,16 @@ def _make_job(run: Run, model: Model, server: Server, number: int, client: str) 
 class _RoundRunner:
     """Runs one round and collects its records while updates stream through."""
 
-    def __init__(self, limits: UpdateLimits, server: Server, number: int, known_losses: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        limits: UpdateLimits,
+        server: Server,
+        number: int,
+        known_losses: Mapping[str, float],
+        listeners: Sequence[Listener],
+    ) -> None:
         self.run, self.model, self.server, self.number = limits.run, limits.model, server, number
-        self.known_losses = known_losses
+        self.known_losses, self.listeners = known_losses, listeners
         self.validator = UpdateValidator(limits, server, number, self._job)
         self.drift = Drift(self.model)
         self.traffic = TrafficMeter()
@@ -221,6 +252,8 @@ class _RoundRunner:
         self.work: list[ComputedWork] = []
 
     def run_round(self, engine: Engine) -> RoundResult:
+        for listener in self.listeners:
+            listener.waits()
         method, clients = self.run.method, engine.clients()
         key = (self.run.secret or self.run.key) / "round" / self.number
         self.cohort = cohort = self.run.draw_cohort(self.number, clients, self.known_losses)
@@ -229,7 +262,9 @@ class _RoundRunner:
             raise RunError(
                 f"federation.min_updates is {self.run.min_updates}, but only {len(cohort)} clients are asked per round"
             )
-        replies = engine.train(self._ask(client) for client in cohort)
+        for listener in self.listeners:
+            listener.begins(self.number, len(clients), len(cohort))
+        replies = self._heard(engine.train(self._ask(client) for client in cohort))
         if self.run.secure_aggregation:
             aggregate = self._receive_sum(replies)
         else:
@@ -312,7 +347,15 @@ class _RoundRunner:
         if own:
             self.overwritten.append((client, own))
         self.traffic.add_job(job, common=not own and not job.slots)
+        for listener in self.listeners:
+            listener.asks(job)
         return job
+
+    def _heard(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+        for reply in replies:
+            for listener in self.listeners:
+                listener.receives(reply)
+            yield reply
 
     def _receive_sum(self, replies: Iterable[Reply]) -> Aggregate | None:
         """Return the mean of the round's masked updates, or None if it cannot be unmasked."""

@@ -231,10 +231,11 @@ def _train_with_canaries(
     engine = SimulationEngine(
         run, model, canary_population, experiment.block, experiment.device, availability=experiment.availability
     )
-    eavesdropper = Eavesdropper(run, model, engine, canary_population)
+    eavesdropper = Eavesdropper(run, model, canary_population)
     server: Server | None = None
     carrier = SecureEngine(engine, run, model) if run.secure_aggregation else engine
-    for result in rounds(replace(run, drift=False), model, eavesdropper if observe else carrier):
+    listeners = [eavesdropper] if observe else []
+    for result in rounds(replace(run, drift=False), model, engine if observe else carrier, listeners=listeners):
         server = result.server
     assert server is not None
     return eavesdropper.scores(), canary_losses(model, {**model.initial, **server.params}, canary_population)

@@ -30,8 +30,8 @@ from partita.experiment.config import SITES_OWN, Config, differences, load, load
 from partita.experiment.config_code import code_copies
 from partita.experiment.config_tables import TrackConfig
 from partita.experiment.gc_freeze import importing
-from partita.experiment.ledger_engine import open_ledger
 from partita.experiment.round_log import Row
+from partita.experiment.run_ledger import open_ledger
 from partita.experiment.run_names import default_folder
 from partita.experiment.runner import prepare, restore, restore_secret, run_rounds
 from partita.privacy.secret import load_or_save
@@ -206,7 +206,9 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
             base=experiment.base_digest,
             evaluator=experiment.evaluator,
         )
-        yield from run_rounds(experiment, folder, engine, engine.store, server, done, lambda: engine.connected)
+        yield from run_rounds(
+            experiment, folder, engine, engine.store, server, done, connected=lambda: engine.connected
+        )
 
 
 def _name(context: Context, config: Path) -> str:
@@ -271,7 +273,7 @@ def open_site(name: str, place: Path, shared: Config, own: Config, key: Path | N
         assert charged is not None
         if not charged.ledger.knows(charged.run):
             charged.admit(name)
-        charged.charge(job)
+        charged.asks(job)
 
     site = Site(
         experiment.run,

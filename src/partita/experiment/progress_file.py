@@ -1,4 +1,4 @@
-"""Progress of a run within its round, in a small file that `partita watch` reads."""
+"""Progress of a run within its round: for a caller that counts replies, and in a file that `partita watch` reads."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from partita.core.client import Job
-from partita.core.data import EvaluateOn
-from partita.core.rounds import ClientFailure, Engine, Reply
+from partita.core.rounds import ClientFailure, Listener, Reply, RoundResult
 from partita.core.settings import Run
-from partita.core.update import MaskedUpdate, Update
+from partita.core.update import MaskedUpdate, SecureSum, Update
 from partita.record.file_names import PROGRESS
 from partita.storage.atomic_files import write
 from partita.storage.processes import this_process
 
 Phase = Literal["waiting", "training", "evaluating"]
 Connected = Callable[[], Sequence[str]]
+OnReply = Callable[[int, int], None]  # gets the number of replies in this round so far, and the size of the cohort
 
 EVERY = 1.0  # seconds between two writes, if something has changed
 FIRST = 0.2  # seconds before the first write: clients that are here already are not waited for
@@ -32,7 +32,27 @@ MAX_TEXT = 300  # characters of a reason or an error
 RECENT = 5  # rounds whose time counts for the time that a round takes
 
 
-class ProgressFile:
+class ReplyCounter(Listener):
+    """Counts the clients that have replied. Replies of one block of clients arrive together.
+
+    Args:
+        on_reply: Called at the start of a round, and for each reply.
+    """
+
+    def __init__(self, on_reply: OnReply) -> None:
+        self.on_reply, self.count, self.cohort = on_reply, 0, 0
+
+    def begins(self, number: int, clients: int, cohort: int) -> None:
+        self.count, self.cohort = 0, cohort
+        self.on_reply(0, cohort)
+
+    def receives(self, reply: Reply) -> None:
+        if not isinstance(reply, SecureSum):  # it is the server's, not a client's
+            self.count += 1
+            self.on_reply(self.count, self.cohort)
+
+
+class ProgressFile(Listener):
     """Writes the progress of a run from a thread, so that no round waits for the disk.
 
     The file holds no data of clients. In a private run it also leaves out which clients take part, how many they are,
@@ -62,8 +82,8 @@ class ProgressFile:
         self.lock, self.end = threading.Lock(), threading.Event()
         self.thread: threading.Thread | None = None
 
-    def begin(self) -> None:
-        """Start to write, if that has not happened yet."""
+    def waits(self) -> None:
+        self.update(phase="waiting")
         if self.thread is None:
             self.thread = threading.Thread(target=self._write_until_end, name="progress", daemon=True)
             self.thread.start()
@@ -86,8 +106,7 @@ class ProgressFile:
             self.known |= values
             self.changed = True
 
-    def begin_round(self, number: int, cohort: int) -> None:
-        """A round starts, and will ask this many clients."""
+    def begins(self, number: int, clients: int, cohort: int) -> None:
         if self.failure:
             warnings.warn(
                 f"cannot write {self.path} ({self.failure}), so 'partita watch' does not show the current round",
@@ -99,21 +118,21 @@ class ProgressFile:
             self.clients.clear()
             self.lost.clear()
             self.asked = self.replied = 0
-            self.known |= {"phase": "training", "round": number, "cohort": cohort, "started": time.time()}
+            self.known |= {"phase": "training", "online": clients, "round": number, "cohort": cohort}
+            self.known["started"] = time.time()
             if len(self.starts) > 1:
                 self.known["pace"] = (self.starts[-1] - self.starts[0]) / (len(self.starts) - 1)
             self.changed = True
 
-    def ask(self, client: str) -> None:
-        """A client is asked."""
+    def asks(self, job: Job) -> None:
         with self.lock:
             self.asked += 1
             if len(self.clients) < NAMED:
-                self.clients[client] = "asked"
+                self.clients[job.client] = "asked"
             self.changed = True
 
-    def receive(self, reply: Reply) -> None:
-        """A client has replied, or was lost. A reply that is something else is left to the server's checks."""
+    def receives(self, reply: Reply) -> None:
+        # A reply that is something else is left to the server's checks.
         if not isinstance(reply, Update | MaskedUpdate | ClientFailure) or not isinstance(reply.client, str):
             return
         with self.lock:
@@ -124,6 +143,9 @@ class ProgressFile:
             if isinstance(reply, ClientFailure) and len(self.lost) < NAMED:
                 self.lost[reply.client] = reply.reason[:MAX_TEXT]
             self.changed = True
+
+    def ends(self, result: RoundResult) -> None:
+        self.update(phase="evaluating")
 
     def _write_until_end(self) -> None:
         last = -HEARTBEAT
@@ -156,52 +178,13 @@ class ProgressFile:
         return {**content, **more}
 
 
-class ProgressEngine:
-    """An engine that tells a ProgressFile what happens.
-
-    Args:
-        engine: The engine that trains the clients.
-        progress: The file.
-    """
-
-    def __init__(self, engine: Engine, progress: ProgressFile) -> None:
-        self.engine, self.progress = engine, progress
-
-    def clients(self) -> Sequence[str]:
-        progress = self.progress
-        before = progress.known["phase"]
-        progress.update(phase="waiting")
-        progress.begin()
-        names = self.engine.clients()
-        progress.update(phase=before, online=len(names))
-        return names
-
-    def train(self, jobs: Iterable[Job]) -> Iterator[Reply]:
-        for reply in self.engine.train(self._asked(jobs)):
-            self.progress.receive(reply)
-            yield reply
-        self.progress.update(phase="evaluating")
-
-    def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
-        return self.engine.evaluate(jobs, on)
-
-    def _asked(self, jobs: Iterable[Job]) -> Iterator[Job]:
-        progress = self.progress
-        for place, job in enumerate(jobs):
-            if not place:
-                progress.begin_round(job.round, progress.run.cohort_size(progress.known["online"]))
-            progress.ask(job.client)
-            yield job
-
-
 @contextmanager
 def record_progress(
-    engine: Engine, folder: Path, run: Run, private: bool, connected: Connected | None = None
-) -> Iterator[Engine]:
-    """Record the progress of the rounds that run in this context with the returned engine.
+    folder: Path, run: Run, private: bool, connected: Connected | None = None
+) -> Iterator[ProgressFile]:
+    """Record the progress of the rounds that run in this context with the returned listener.
 
     Args:
-        engine: The engine.
         folder: The run folder.
         run: The run.
         private: Whether the run has a privacy guarantee.
@@ -209,7 +192,7 @@ def record_progress(
     """
     progress = ProgressFile(folder, run, private, connected)
     try:
-        yield ProgressEngine(engine, progress)
+        yield progress
     except Exception as error:
         # Under privacy, an error may quote values.
         progress.close("failed", type(error).__name__ if private else f"{type(error).__name__}: {error}")

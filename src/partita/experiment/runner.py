@@ -7,7 +7,7 @@ import time
 import tomllib
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any
 from partita.core import tensors
 from partita.core.dp_settings import PrivacyError
 from partita.core.rng import Key
-from partita.core.rounds import Engine, initial_server, rounds
+from partita.core.rounds import Engine, Listener, initial_server, rounds
 from partita.core.server_rule import Server
 from partita.core.settings import RunError
 from partita.engines.autotune import first_with_examples
@@ -30,10 +30,9 @@ from partita.experiment.base_digest import BASE_DIGEST, check_base
 from partita.experiment.builder import Experiment, build, build_engine, makes_secret, new_secret
 from partita.experiment.config import Config, differences, load_recorded
 from partita.experiment.config_code import code_copies
-from partita.experiment.ledger_engine import LedgerEngine, RunLedger, open_ledger
-from partita.experiment.progress_file import Connected, record_progress
-from partita.experiment.reply_counter import OnReply, ReplyCounter
+from partita.experiment.progress_file import Connected, OnReply, ReplyCounter, record_progress
 from partita.experiment.round_log import log_round, restore_history, stages, why_stop
+from partita.experiment.run_ledger import RunLedger, open_ledger
 from partita.experiment.samples import sample_answers
 from partita.experiment.split_record import describe_split
 from partita.experiment.tracking import Track, open_trackers
@@ -79,15 +78,15 @@ def start(
             "no client has training examples on this machine; with split.name = 'site', run the sites with "
             "'partita flower', or set split.client to the site whose data is here"
         )
-    charged = _admitted(experiment, folder)
+    listeners = _listeners(_admitted(experiment, folder), on_reply)
     with run_folder.lock(folder):
         if overwrite:
             run_folder.remove_run(folder)
         prepare(experiment, folder)
         disk = DiskStore(folder / file_names.CLIENTS, experiment.device, {})
-        with _engine_and_store(experiment, disk, on_reply, charged) as (engine, store):
+        with _engine_and_store(experiment, disk) as (engine, store):
             server = initial_server(experiment.run, experiment.model)
-            yield from run_rounds(experiment, folder, engine, store, server, 0, checkpoints=checkpoints)
+            yield from run_rounds(experiment, folder, engine, store, server, 0, listeners, checkpoints=checkpoints)
 
 
 def resume(config: Config, folder: Path, rounds: int | None = None, on_reply: OnReply | None = None) -> Iterator[Row]:
@@ -113,7 +112,7 @@ def resume(config: Config, folder: Path, rounds: int | None = None, on_reply: On
             f"extended to more than {planned} but not cut to {config.rounds}, so start a new run instead"
         )
     experiment = build(config, restore_secret(config, folder))
-    charged = _admitted(experiment, folder)
+    listeners = _listeners(_admitted(experiment, folder), on_reply)
     with run_folder.lock(folder):
         if config.rounds > planned and identity:
             extension.check(experiment, planned, folder)
@@ -121,8 +120,8 @@ def resume(config: Config, folder: Path, rounds: int | None = None, on_reply: On
         saved = restore_all(experiment, folder)
         disk = DiskStore(folder / file_names.CLIENTS, experiment.device, saved.states)
         disk.rewind(saved.done)
-        with _engine_and_store(experiment, disk, on_reply, charged) as (engine, store):
-            yield from run_rounds(experiment, folder, engine, store, saved.server, saved.done)
+        with _engine_and_store(experiment, disk) as (engine, store):
+            yield from run_rounds(experiment, folder, engine, store, saved.server, saved.done, listeners)
 
 
 def start_or_resume(config: Config, folder: Path, on_reply: OnReply | None = None) -> Iterator[Row]:
@@ -310,29 +309,29 @@ def _admitted(experiment: Experiment, folder: Path) -> RunLedger | None:
     return charged
 
 
+def _listeners(charged: RunLedger | None, on_reply: OnReply | None) -> list[Listener]:
+    return [*([charged] if charged else ()), *([ReplyCounter(on_reply)] if on_reply else ())]
+
+
 @contextmanager
-def _engine_and_store(
-    experiment: Experiment, disk: DiskStore, on_reply: OnReply | None, charged: RunLedger | None
-) -> Iterator[tuple[Engine, ClientStore]]:
+def _engine_and_store(experiment: Experiment, disk: DiskStore) -> Iterator[tuple[Engine, ClientStore]]:
     """Build the engine, with its workers if there are several, and the store of the clients' state."""
     config = experiment.config.engine
     store: ClientStore = disk if config.client_state == "disk" else MemoryStore(disk)
     engine = build_engine(experiment, store)
 
-    def counted(engine: Engine) -> Engine:
+    def masked(engine: Engine) -> Engine:
         secure = experiment.run.secure_aggregation is not None
-        engine = SecureEngine(engine, experiment.run, experiment.model) if secure else engine
-        engine = engine if charged is None else LedgerEngine(engine, charged)
-        return ReplyCounter(engine, experiment.run, on_reply) if on_reply else engine
+        return SecureEngine(engine, experiment.run, experiment.model) if secure else engine
 
     if config.workers == 1:
-        yield counted(engine), store
+        yield masked(engine), store
         return
     rebuild = None
     if experiment.device.type == "cuda":
         rebuild = partial(rebuild_engine, _resolved(experiment), experiment.run.secret)
     with closing(MultiprocessEngine(engine, config.workers, rebuild)) as workers:
-        yield counted(workers), store
+        yield masked(workers), store
 
 
 def rebuild_engine(config: Config, secret: Key | None) -> SimulationEngine:
@@ -359,6 +358,7 @@ def run_rounds(
     store: ClientStore,
     server: Server,
     done: int,
+    listeners: Sequence[Listener] = (),
     connected: Connected | None = None,
     checkpoints: bool = True,
 ) -> Iterator[Row]:
@@ -371,6 +371,7 @@ def run_rounds(
         store: The store of the clients' state. It is committed with every checkpoint.
         server: The server state after `done` rounds.
         done: Rounds that are already finished.
+        listeners: Told what happens in each round.
         connected: Returns the clients that are connected, if they are remote.
         checkpoints: Whether to write checkpoints, and at the end the digest of the models.
 
@@ -380,9 +381,10 @@ def run_rounds(
     config = experiment.config
     with (
         open_trackers(config.track.to, tomllib.loads(_resolved(experiment).to_toml()), folder) as track,
-        record_progress(engine, folder, experiment.run, experiment.guard is not None, connected) as observed,
+        record_progress(folder, experiment.run, experiment.guard is not None, connected) as progress,
     ):
-        yield from _run_rounds(experiment, folder, observed, store, server, done, track, checkpoints)
+        heard = (*listeners, progress)
+        yield from _run_rounds(experiment, folder, engine, store, server, done, heard, track, checkpoints)
 
 
 def _run_rounds(
@@ -392,6 +394,7 @@ def _run_rounds(
     store: ClientStore,
     server: Server,
     done: int,
+    listeners: Sequence[Listener],
     track: Track,
     checkpoints: bool,
 ) -> Iterator[Row]:
@@ -406,7 +409,7 @@ def _run_rounds(
     row: Row = last[0] if last else {}  # the run may have been stopped after its last round, before writing its result
     # A run that was killed before it wrote its result, or that is extended, may have stopped already.
     history.stopped = why_stop(experiment, engine, server, history, done)
-    for result in () if history.stopped else rounds(run, model, engine, server, done, history.losses):
+    for result in () if history.stopped else rounds(run, model, engine, server, done, history.losses, listeners):
         signal = run.method.server_rule.signal(server)
         server, done = result.server, result.number + 1
         row = log_round(experiment, engine, result, time.perf_counter() - clock, signal, history)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,12 +12,12 @@ from torch.nn import functional
 
 from partita.core.batch_schedule import count_steps
 from partita.core.client import ClientState, Job, client_params
-from partita.core.data import Batch, ClientData, EvaluateOn, Examples, Population, text_lengths
+from partita.core.data import Batch, ClientData, Examples, Population, text_lengths
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
 from partita.core.group_units import count_groups, groups_of, number_groups
 from partita.core.model import Model
 from partita.core.rng import Key
-from partita.core.rounds import Engine, Reply
+from partita.core.rounds import Listener, Reply
 from partita.core.settings import Run
 from partita.core.tensors import Tensors
 from partita.core.update import Update
@@ -175,33 +175,21 @@ class CanaryPopulation:
 
 
 @dataclass
-class Eavesdropper:
-    """Engine wrapper that scores each canary from the updates of the client that may have trained on it."""
+class Eavesdropper(Listener):
+    """Scores each canary from the updates of the client that may have trained on it."""
 
     run: Run
     model: Model
-    engine: Engine
     canary_population: CanaryPopulation
     scores_by_client: dict[str, torch.Tensor] = field(default_factory=dict)  # each (trust, canary)
+    jobs: dict[str, Job] = field(default_factory=dict)  # the last one of each client
 
-    def clients(self) -> Sequence[str]:
-        return self.engine.clients()
+    def asks(self, job: Job) -> None:
+        self.jobs[job.client] = job
 
-    def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
-        return self.engine.evaluate(jobs, on)
-
-    def train(self, jobs: Iterable[Job]) -> Iterator[Reply]:
-        jobs_by_client: dict[str, Job] = {}
-
-        def recorded_jobs() -> Iterator[Job]:
-            for job in jobs:
-                jobs_by_client[job.client] = job
-                yield job
-
-        for reply in self.engine.train(recorded_jobs()):
-            if isinstance(reply, Update) and reply.client in self.canary_population.canaries.places:
-                self._observe(jobs_by_client[reply.client], reply)
-            yield reply
+    def receives(self, reply: Reply) -> None:
+        if isinstance(reply, Update) and reply.client in self.canary_population.canaries.places:
+            self._observe(self.jobs[reply.client], reply)
 
     def _observe(self, job: Job, update: Update) -> None:
         # The eavesdropper does not know the parameters that stay on a client and assumes their initial values.

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
 from partita.core import serialization, tensors
 from partita.core.client import ClientState, Job, client_params
-from partita.core.data import EvaluateOn
 from partita.core.model import Model
 from partita.core.rng import Key
-from partita.core.rounds import ClientFailure, RoundResult
+from partita.core.rounds import Listener, Reply, RoundResult
 from partita.core.server_rule import Server
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import Aggregate, Update
 from partita.core.update_transform import UpdateTransform
-from partita.engines.simulation import SimulationEngine
 from partita.storage.initial_values import flatten
 
 # Names of the promises that a run shows.
@@ -95,31 +93,27 @@ class TransformProbe(UpdateTransform):
         return self.inner.decode_aggregate(aggregate, key)
 
 
-class EngineProbe:
-    """Wraps an engine and checks every job, every update and the server after every round."""
+class RoundProbe(Listener):
+    """Checks every job, every update and the server after every round."""
 
-    def __init__(self, run: Run, model: Model, engine: SimulationEngine, found: Violations) -> None:
-        self.run, self.model, self.engine, self.found = run, model, engine, found
+    def __init__(self, run: Run, model: Model, found: Violations) -> None:
+        self.run, self.model, self.found = run, model, found
         self.server: Server | None = None
         self.trained: set[str] = set()
+        self.jobs: dict[str, tuple[Job, Slots]] = {}  # with copies of what was sent
         self.before = {f"params/{name}": value for name, value in model.initial.items()}
         self.held = tensors.clone_all(self.before)  # copies of the server's tensors before the round
 
-    def clients(self) -> Sequence[str]:
-        return self.engine.clients()
+    def asks(self, job: Job) -> None:
+        sent: Slots = {"params": job.params, **job.slots}
+        self.jobs[job.client] = job, {slot: tensors.clone_all(part) for slot, part in sent.items()}
 
-    def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
-        return self.engine.evaluate(jobs, on)
-
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
-        for job in jobs:
+    def receives(self, reply: Reply) -> None:
+        if isinstance(reply, Update):
+            job, held = self.jobs.pop(reply.client)
             sent: Slots = {"params": job.params, **job.slots}
-            held = {slot: tensors.clone_all(part) for slot, part in sent.items()}
-            for reply in self.engine.train([job]):
-                self.found.require(CLIENT_INPUTS, equal_slots(held, sent), "it modifies the tensors it was sent")
-                if isinstance(reply, Update):
-                    self._inspect(job, reply)
-                yield reply
+            self.found.require(CLIENT_INPUTS, equal_slots(held, sent), "it modifies the tensors it was sent")
+            self._inspect(job, reply)
 
     def _inspect(self, job: Job, update: Update) -> None:
         plan, _ = client_params(self.run, self.model, job, ClientState())
@@ -138,8 +132,8 @@ class EngineProbe:
         )
         self.trained |= plan.train
 
-    def after(self, result: RoundResult) -> None:
-        """Check that the round changed no tensor in place, and did not change or copy parameters that none trained."""
+    def ends(self, result: RoundResult) -> None:
+        # The round changed no tensor in place, and did not change or copy parameters that none trained.
         self.found.require(
             SERVER_INPUTS,
             tensors.equal(self.held, self.before),

@@ -18,7 +18,7 @@ from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.rng import Key
-from partita.core.rounds import Engine, RoundResult, initial_server, rounds
+from partita.core.rounds import Listener, RoundResult, initial_server, rounds
 from partita.core.server_rule import Server
 from partita.core.settings import Run, Training
 from partita.core.tensors import Tensors
@@ -113,8 +113,8 @@ class Trial:
         try:
             engine = _maker(run, self.model, self.population)()
             store = engine.store
-            probe = probes.EngineProbe(self.run, self.model, engine, found)
-            trace, error = run_rounds(run, self.model, engine, probe), None
+            probe = probes.RoundProbe(self.run, self.model, found)
+            trace, error = run_rounds(run, self.model, engine, [probe]), None
         except Exception as failure:
             trace, error = None, failure
         used = before.used()
@@ -189,17 +189,12 @@ def run_rounds(
     run: Run,
     model: Model,
     engine: SimulationEngine,
-    probe: probes.EngineProbe | None = None,
+    listeners: Sequence[Listener] = (),
     server: Server | None = None,
     start: int = 0,
 ) -> RunTrace:
     """Return what a run gives, from round `start` on."""
-    probed_engine: Engine = probe or engine
-    results = []
-    for result in rounds(run, model, probed_engine, server, start):
-        if probe:
-            probe.after(result)
-        results.append(result)
+    results = list(rounds(run, model, engine, server, start, listeners=listeners))
     return RunTrace(results, states_of(run, engine))
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from partita.core.client import Job
-from partita.core.data import EvaluateOn
-from partita.core.rounds import Engine, Reply
+from partita.core.rounds import Listener
 from partita.experiment.builder import Experiment
 from partita.experiment.config import shared_digest
 from partita.privacy.guard import PrivacyGuard
@@ -16,8 +14,8 @@ from partita.privacy.ledger import Charge, Ledger, LedgerError
 
 
 @dataclass(frozen=True)
-class RunLedger:
-    """The ledger of a run, and how to charge the run to it.
+class RunLedger(Listener):
+    """The ledger of a run, which every job is charged to before it leaves the server.
 
     Attributes:
         ledger: The ledger.
@@ -46,7 +44,7 @@ class RunLedger:
             ]
         )
 
-    def charge(self, job: Job) -> None:
+    def asks(self, job: Job) -> None:
         """Charge a client for a round, once. The charge is on disk when this returns.
 
         Raises:
@@ -87,29 +85,3 @@ def open_ledger(experiment: Experiment, place: Path) -> RunLedger | None:
     assert experiment.run.secret is not None  # the noise of a run that is not repeatable
     identity = (experiment.run.secret / "ledger" / str(place.resolve())).digest(8).hex()
     return RunLedger(ledger, guard, identity, shared_digest(config))
-
-
-class LedgerEngine:
-    """An engine that charges every job to a ledger before a client trains for it.
-
-    Args:
-        engine: The engine that trains the clients.
-        charged: The run's ledger.
-    """
-
-    def __init__(self, engine: Engine, charged: RunLedger) -> None:
-        self.engine, self.charged = engine, charged
-
-    def clients(self) -> Sequence[str]:
-        return self.engine.clients()
-
-    def train(self, jobs: Iterable[Job]) -> Iterator[Reply]:
-        def charged_jobs() -> Iterator[Job]:
-            for job in jobs:
-                self.charged.charge(job)
-                yield job
-
-        return self.engine.train(charged_jobs())
-
-    def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
-        return self.engine.evaluate(jobs, on)
