@@ -16,7 +16,7 @@ from partita.experiment.builder import build
 from partita.experiment.compare import expand
 from partita.experiment.config import parse
 from partita.experiment.tracking import RowSender
-from partita.report.metric import Metric
+from partita.record.metric import Metric
 from partita.report.tables import worst_tenth
 from partita.track import TRACKERS
 from partita.track.scalars import Totals, clean, scalars, tables

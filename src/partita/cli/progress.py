@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from partita.experiment.compare import Planned, Status
     from partita.experiment.config import Config
     from partita.experiment.reply_counter import OnReply
-    from partita.report.metric import Metric
+    from partita.record.metric import Metric
 
 Row = dict[str, Any]
 HEARTBEAT = 60.0  # seconds after which a log gets a line, even if no round was tested

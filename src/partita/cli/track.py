@@ -36,7 +36,6 @@ def track(
     from partita.experiment.tracking import RowSender
     from partita.report import load_run
     from partita.report.load import find
-    from partita.report.metric import LOWER
     from partita.track import TRACKERS, check_installed
 
     for name in to:
@@ -51,7 +50,7 @@ def track(
             default = {} if found == [parent] else {"group": parent.resolve().name}
             recorded = {key: value for key, value in record.config.get("track", {}).items() if value != ""}
             config = {**record.config, "track": {**default, **recorded, **given}}
-            lower = {*LOWER, *(metric.name for metric in record.own_metrics if not metric.higher_is_better)}
+            lower = {metric.name for metric in record.metrics if not metric.higher_is_better}
             with run_folder.lock(folder), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a failure ends the command instead
                 for name in to:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from partita.core.registry import call, find_function
-from partita.evaluation.metrics import ECE, LOSS, MAE, MSE, PERPLEXITY
 from partita.experiment import run_folder
+from partita.record.metric import metrics_in
 from partita.storage.atomic_files import read_json
 from partita.track import TRACKERS, Table, TrackedRun, Tracker
 from partita.track.scalars import Totals, scalars, tables, without_clients
@@ -178,11 +178,7 @@ def _only_warn(name: str, when: str) -> Iterator[None]:
 
 
 def lower_is_better(folder: Path) -> set[str]:
-    """Return the metrics of a run of which lower values are better: built-in ones, and the user's own."""
+    """Return the metrics of a run of which lower values are better."""
     with run_folder.expect_format(folder / run_folder.PLAN):
-        own = [
-            each["name"]
-            for each in read_json(folder / run_folder.PLAN).get("own_metrics", ())
-            if not each["higher_is_better"]
-        ]
-    return {metric.name for metric in (ECE, LOSS, MAE, MSE, PERPLEXITY)}.union(own)
+        metrics = metrics_in(read_json(folder / run_folder.PLAN))
+    return {metric.name for metric in metrics if not metric.higher_is_better}

@@ -176,13 +176,13 @@ _PARAMETER = record(
     },
 )
 _METRIC_NAME = like(r"\w[\w .-]{0,39}", "the name of a metric")
-METRIC = record({}, {"name": _METRIC_NAME, "higher_is_better": flag})
-_OWN_METRIC = record({"name": _METRIC_NAME, "higher_is_better": flag, "fraction": flag}, {})
+METRIC = record({"name": _METRIC_NAME, "higher_is_better": flag, "fraction": flag})
 PLAN = record(
     {},
     {
-        "metric": METRIC,
-        "own_metrics": list_of(_OWN_METRIC),
+        "metrics": list_of(METRIC),
+        "metric": record({}, {"name": _METRIC_NAME, "higher_is_better": flag}),  # of older runs
+        "own_metrics": list_of(METRIC),
         "stages": list_of(
             record({"first": count, "last": count, "rows": list_of(_PARAMETER)}, {"client": optional(text)})
         ),

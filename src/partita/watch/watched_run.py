@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from partita.record.metric import Metric, metric_named, metrics_in
 from partita.report import schema
 from partita.report.load import number, read_config
-from partita.report.metric import Metric, metric_named
 from partita.storage import atomic_files
 from partita.storage.atomic_files import MAX_LINE_BYTES, DamageError
 from partita.storage.processes import is_gone
@@ -238,14 +238,11 @@ class WatchedRun:
     @property
     def metric(self) -> Metric:
         """The metric by which the run is judged."""
-        return Metric(**self.plan.get("metric", {}))
+        return metrics_in(self.plan)[0]
 
     def _values(self, row: Row) -> Iterator[tuple[str, str, float, bool]]:
         """Yield (key, title, value, whether it is a fraction) of each curve that a row has a point of."""
-        own = [
-            Metric(own["name"], own["higher_is_better"], own["fraction"]) for own in self.plan.get("own_metrics", ())
-        ]
-        known = [self.metric, *own]
+        known = metrics_in(self.plan)
         for part in ("test", "validation"):
             for name, value in (row.get(part) or {}).items():
                 found = number(value)
