@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,9 @@ class Spans:
     ends: Ints  # (entity,), position after the last token
     types: Ints  # (entity,), number of the type
 
-    def of_type(self, number: int) -> list[tuple[int, int]]:
-        """Return (start, end) of the entities of one type."""
-        chosen = self.types == number
-        return list(zip(self.starts[chosen].tolist(), self.ends[chosen].tolist(), strict=True))
+    def of_type(self, number: int) -> Ints:
+        """Return start and end of the entities of one type, (entity, 2)."""
+        return np.stack([self.starts, self.ends], 1)[self.types == number]
 
 
 class TagScheme:
@@ -79,20 +78,23 @@ class TagScheme:
         counts = np.zeros((sentences, len(self.types), 4))
         for number in range(len(self.types)):
             for place, starts in enumerate(_matches(true.of_type(number), predicted.of_type(number))):
-                counts[:, number, place] = np.bincount(sentence[np.array(starts, np.int64)], minlength=sentences)
+                counts[:, number, place] = np.bincount(sentence[starts], minlength=sentences)
         return counts
 
 
-def _matches(true: list[tuple[int, int]], predicted: list[tuple[int, int]]) -> tuple[list[int], ...]:
-    """Return where the entities of each count start."""
-    exact = set(true) & set(predicted)
+def _matches(true: Ints, predicted: Ints) -> Iterator[Ints]:
+    """Yield where the entities of each count start."""
+    yield true[:, 0]
+    yield predicted[:, 0]
+    numbers = [spans @ (1 + true.max(initial=0) + predicted.max(initial=0), 1) for spans in (true, predicted)]
+    same = [np.isin(numbers[side], numbers[1 - side]) for side in (0, 1)]
+    yield true[same[0], 0]
     # Entities of one sequence do not overlap, so an exact pair overlaps nothing else and belongs to every best pairing.
-    rest = [[span for span in spans if span not in exact] for spans in (true, predicted)]
-    same = [start for start, _ in exact]
-    return [start for start, _ in true], [start for start, _ in predicted], same, same + _pairs(*rest)
+    pairs = _pairs(true[~same[0]].tolist(), predicted[~same[1]].tolist())
+    yield np.append(true[same[0], 0], np.array(pairs, np.int64))
 
 
-def _pairs(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]) -> list[int]:
+def _pairs(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> list[int]:
     """Return where the left spans of most pairs of overlapping spans start. Both lists are in order without overlaps.
 
     From left to right, the two spans at hand are paired if they overlap. Otherwise the one that ends first overlaps

@@ -51,9 +51,10 @@ class Segmentation(ByExample):
     def columns(self, kept: Kept) -> Columns:
         from scipy import sparse
 
-        pixels = sparse.csr_array(kept["pixels"].double().numpy())
-        bins = {"bins": kept["bins"].numpy()} if "bins" in kept else {}
-        return {"loss": mean_of(kept["losses"]), "pixels": pixels, **bins}
+        columns = {"loss": mean_of(kept["losses"]), "pixels": kept["pixels"].double().numpy()}
+        if "bins" in kept:  # all examples are kept, and most pairs of classes are in few of them
+            return {**columns, "pixels": sparse.csr_array(columns["pixels"]), "bins": kept["bins"].numpy()}
+        return columns
 
     def formula(self, totals: Totals, classes: Sequence[str]) -> dict[str, Floats]:
         size = math.isqrt(totals["pixels"].shape[1])
