@@ -147,6 +147,7 @@ def test_scores_of_a_round_are_the_formula_with_weights_of_one(case: str, size: 
     made = outcomes(evaluator, batches(make, list(range(len(make().targets))), size), classes)
     found = scored(case, size)
     agree(made(np.ones((1, len(made)))), found)
+    assert found == pytest.approx(scored(case, 3), rel=1e-12), "whatever the batches"
     assert without_types(found).keys() <= {metric.name for metric in evaluator.metrics}
     assert list(without_types(found)) == [metric.name for metric in evaluator.metrics if metric.name in found]
 
@@ -311,6 +312,13 @@ def test_no_interval_without_two_groups_or_resamples() -> None:
     for found in (intervals(made, 0, Key(0)), intervals(made, 50, Key(0), groups=["one"] * 40)):
         assert found["accuracy"].low is None
         assert "low" not in found["accuracy"].to_json()
+
+
+def test_an_infinite_score_has_no_interval() -> None:
+    batch = written()
+    found = intervals(outcomes(NextToken(), iter([replace(batch, losses=10_000 * batch.losses)]), ()), 20, Key(0))
+    assert found["perplexity"].to_json() == {"value": math.inf}
+    assert found["loss"].low is not None
 
 
 def test_undefined_scores_are_left_out() -> None:

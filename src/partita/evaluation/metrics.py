@@ -27,6 +27,7 @@ MAE = Metric("mae", higher_is_better=False, fraction=False)
 ECE = Metric("ece", higher_is_better=False)
 R2 = Metric("r2", fraction=False)  # at most 1, and negative if the mean of the targets would be a better prediction
 MACRO_F1, MICRO_F1, AUROC = map(Metric, ("macro_f1", "micro_f1", "auroc"))
+MACRO_AUPRC, MICRO_AUPRC = map(Metric, ("macro_auprc", "micro_auprc"))
 # Scores of a test on classes that no client trained on; its harmonic mean is with the score on the others.
 NEW_CLASS_METRICS = (Metric("new_accuracy"), Metric("harmonic_mean"))
 TYPE_SCORES = ("precision", "recall", "f1", "relaxed_f1")  # the scores of a single entity type
@@ -104,14 +105,7 @@ class MultiLabel(ByExample):
     all pairs of an example and a class in one list.
     """
 
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        MICRO_F1,
-        MACRO_F1,
-        AUROC,
-        Metric("macro_auprc"),
-        Metric("micro_auprc"),
-        LOSS,
-    )
+    metrics: ClassVar[tuple[Metric, ...]] = (MICRO_F1, MACRO_F1, AUROC, MACRO_AUPRC, MICRO_AUPRC, LOSS)
     whole: ClassVar[bool] = True
 
     def keep(self, batch: Predictions, first: int, details: bool) -> Kept:
@@ -155,12 +149,7 @@ class Entities(ByExample):
     tags: tuple[str, ...]
 
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("f1"),
-        Metric("precision"),
-        Metric("recall"),
-        Metric("relaxed_precision"),
-        Metric("relaxed_recall"),
-        Metric("relaxed_f1"),
+        *map(Metric, ("f1", "precision", "recall", "relaxed_precision", "relaxed_recall", "relaxed_f1")),
         ACCURACY,
         LOSS,
     )
