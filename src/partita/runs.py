@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from partita.record.row import Row, numbers
 from partita.report.load import RunRecord, load_runs
 from partita.report.load import load_run as load_record
-from partita.report.metric import metric_named
 
 if TYPE_CHECKING:
     from partita.core.model import Model
@@ -210,7 +209,5 @@ def _frame(records: Iterable[RunRecord]) -> Any:
 
 
 def _flat(record: RunRecord, row: Row) -> dict[str, Any]:
-    known = [record.metric, *record.own_metrics]
-    found = numbers(row, lambda name: not metric_named(name, known).higher_is_better)
-    cells: dict[str, Any] = {".".join(path): value for path, value in found}
+    cells: dict[str, Any] = {".".join(path): value for path, value in numbers(row, record.metrics)}
     return {"label": record.label, "seed": record.seed, "folder": str(record.folder), **cells}

@@ -15,14 +15,13 @@ from playing.plots import MAP_LEGEND, draw_map
 from playing.study import Study, read_study
 from playing.tables import MISSING, Row, interval, p_text, paired_by_seed, summarize
 
+from partita.record.metric import ACCURACY
 from partita.report.comparison import Difference
-from partita.report.metric import metric_named
 from partita.report.plot_style import INK, MUTED, new_figure
 from partita.report.tables import paired_difference
 
 FOLDER = Path(__file__).parent
 WARMUPS = ("0.1", "0.3", "0.5")
-ACCURACY = metric_named("accuracy")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from partita.record.metric import Metric, metric_named
 from playing.lines import Line, read_lines
 from playing.study import Arm, Kind, Planned, Point, Settings, Study, StudyError, edges, grid_points, key_of, plan_run
 
@@ -126,9 +127,14 @@ def tail(line: Mapping[str, Any], metric: str, part: str, last: int) -> list[flo
 
 def higher_is_better(metric: str) -> bool:
     """Return the direction of a metric."""
-    from partita.report.metric import metric_named
+    return built_in(metric).higher_is_better
 
-    return metric_named(metric).higher_is_better
+
+def built_in(metric: str) -> Metric:
+    """Return a metric of partita by its name."""
+    from partita.evaluation import METRICS
+
+    return metric_named(metric, METRICS)
 
 
 def check_digest(study: Study, run: Planned, line: Mapping[str, Any]) -> None:

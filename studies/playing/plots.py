@@ -8,9 +8,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from partita.record.metric import Metric
 from partita.report.comparison import Difference
-from partita.report.metric import Metric, metric_named
 from partita.report.plot_style import INK, MUTED, new_figure, shorten, style_axes, styles, whole_rounds
+from playing.choice import built_in
 from playing.lines import Line
 from playing.study import Study
 from playing.tables import summarize
@@ -35,7 +36,7 @@ def plot(study: Study, lines: Sequence[Line], score: str | None = None, on: str 
     """
     from matplotlib import rc_context
 
-    metric, part = metric_named(score or study.score), on or study.on
+    metric, part = built_in(score or study.score), on or study.on
     pictures = {study.beside.with_suffix(".svg"): _curves(study, lines, metric, part)}
     if any(megabytes(line) for line in lines):
         pictures[study.beside.with_name(f"{study.name}-bytes.svg")] = _curves(study, lines, metric, part, by_bytes=True)

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from partita.record.metric import Metric
 from partita.report.comparison import Difference
-from partita.report.metric import Metric, metric_named
 from partita.report.tables import corrected, paired_difference
-from playing.choice import tail
+from playing.choice import built_in, tail
 from playing.lines import Line
 from playing.study import Point, Study, edges
 
@@ -69,7 +69,7 @@ def summarize(
         score: Another metric than the study's.
         on: Another part than the study's: "test", "personal" or "unseen".
     """
-    metric, part = metric_named(score or study.score), on or study.on
+    metric, part = built_in(score or study.score), on or study.on
     groups: dict[str, list[Line]] = {name: [] for name in study.arms}
     for line in lines:
         if line["kind"] == "run" and line["point"] == dict(point) and line["arm"] in groups:
@@ -129,7 +129,7 @@ def tables(study: Study, lines: Sequence[Line], score: str | None = None, on: st
         score: Another metric than the study's.
         on: Another part than the study's.
     """
-    metric, part = metric_named(score or study.score), on or study.on
+    metric, part = built_in(score or study.score), on or study.on
     parts = []
     for point in study.points():
         rows = summarize(study, lines, point, score, on)
@@ -207,7 +207,7 @@ def matrix(study: Study, lines: Sequence[Line], score: str | None = None, on: st
         score: Another metric than the study's.
         on: Another part than the study's.
     """
-    metric, points = metric_named(score or study.score), study.points()
+    metric, points = built_in(score or study.score), study.points()
     titles = [", ".join(str(value) for value in point.values()) or metric.title_with_unit for point in points]
     columns = [{row.arm: row for row in summarize(study, lines, point, score, on)} for point in points]
     text = [["", *titles], ["---", *["--:"] * len(titles)]]
@@ -266,7 +266,7 @@ def tried(study: Study, lines: Sequence[Line]) -> str:
     """
     if study.tuning is None or not lines:
         return f"{study.name}: no tuning yet"
-    metric = metric_named(study.score)
+    metric = built_in(study.score)
     better = max if metric.higher_is_better else min
     text = [["", "score on validation by setting", "best"], ["---", "---", "--:"]]
     for point in study.tuning_points():

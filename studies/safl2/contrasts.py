@@ -13,11 +13,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from playing.choice import read_runs
+from playing.choice import built_in, read_runs
 from playing.study import read_study
 from playing.tables import interval, p_text, paired_by_seed, summarize
-
-from partita.report.metric import metric_named
 
 MEAN = "mean of the pairs"
 CONTRASTS = {
@@ -112,7 +110,7 @@ def with_references(scores: Scores) -> dict[str, Mapping[int, float]]:
 
 def contrasts(scores: Scores, wanted: Iterable[tuple[str, str]], metric: str) -> str:
     """Return a table of differences between two arms each."""
-    scores, shown = with_references(scores), metric_named(metric)
+    scores, shown = with_references(scores), built_in(metric)
     rows = ["| difference | points, paired [95%] | p | seeds |", "|---|--:|--:|--:|"]
     for after, before in wanted:
         found = paired_by_seed(scores[after], scores[before])

@@ -209,7 +209,7 @@ def test_a_run_is_recorded_reported_and_audited(tmp_path: Path) -> None:
     assert rows[-1]["test"]["mse"] == pytest.approx(rows[-1]["test"]["loss"], rel=1e-5)
     assert rows[-1]["personal"]["mse"].keys() == {"a", "b"}
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert plan["metric"] == {"name": "mse", "higher_is_better": False}
+    assert plan["metrics"][0] == {"name": "mse", "higher_is_better": False, "fraction": False}
     record = load_run(tmp_path / "run")
     for metric in (None, "r2"):
         comparison = compare([record], metric=metric)

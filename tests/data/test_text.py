@@ -29,7 +29,8 @@ from partita.data import DataError, Task, load, split
 from partita.data.ragged import RaggedExamples, ragged
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import ACCURACY, score
-from partita.evaluation.metrics import Entities, MultiLabel, NextToken, Predictions, SingleLabel
+from partita.evaluation.evaluator import Predictions
+from partita.evaluation.metrics import Entities, MultiLabel, NextToken, SingleLabel
 from partita.experiment import run_folder
 from partita.experiment.config import parse
 from partita.experiment.runner import start

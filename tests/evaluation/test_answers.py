@@ -19,7 +19,8 @@ from partita.core.tensors import Tensors
 from partita.data.task import Subset, Task
 from partita.evaluation import score
 from partita.evaluation.answers import Answers, Choices, last_answers, with_generation
-from partita.evaluation.metrics import EvaluationError, NextToken
+from partita.evaluation.evaluator import EvaluationError
+from partita.evaluation.metrics import NextToken
 from partita.models.functional import FunctionalModel
 from partita.tasks import CHAT, CHOICE
 

@@ -14,8 +14,9 @@ from partita.core.tensors import Tensors
 from partita.data import Table
 from partita.evaluation import evaluate
 from partita.evaluation.answers import with_generation
-from partita.evaluation.generation import GeneratedText, rouge
-from partita.evaluation.metrics import EvaluationError, NextToken
+from partita.evaluation.evaluator import EvaluationError
+from partita.evaluation.generation import GeneratedText, ModelPredictions
+from partita.evaluation.metrics import NextToken
 from partita.testing.toy import ToyTransformer
 
 pytest.importorskip("rouge_score")
@@ -89,8 +90,20 @@ def test_max_new_tokens_shortens_the_texts() -> None:
 
 
 def test_texts_without_latin_words_have_no_rouge() -> None:
-    assert rouge(["猫"], ["猫"]) == {}
-    assert rouge(["", "cat"], ["猫", "cat"])["rouge1"] == 0.5
+    def found(texts: list[str], truths: list[str]) -> dict[str, float]:
+        count = len(texts)
+        targets, losses = torch.ones(count, 1, dtype=torch.long), torch.ones(count)
+        batch = ModelPredictions(
+            torch.zeros(count, 1, 2),
+            targets,
+            losses,
+            lambda first, most: (texts, truths),
+            lambda: None,  # type: ignore[arg-type, return-value]
+        )
+        return GeneratedText()(iter([batch]))
+
+    assert found(["猫"], ["猫"]).keys() == {"exact_match", "loss", "perplexity"}
+    assert found(["", "cat"], ["猫", "cat"])["rouge1"] == 0.5
 
 
 def test_settings_reach_the_evaluator_and_are_refused_for_other_tasks() -> None:

@@ -11,21 +11,15 @@ from torch import Tensor
 
 from partita.core.model import Model, Output
 from partita.data import Table
-from partita.evaluation import METRIC_NAMES, Evaluator, evaluate, score
-from partita.evaluation.answers import Answers, Choices
-from partita.evaluation.generation import GeneratedText
+from partita.evaluation import Evaluator, evaluate, score
 from partita.evaluation.metrics import (
-    NEW_CLASS_METRICS,
     Accuracy,
     Entities,
-    Metric,
     MultiLabel,
     NextToken,
     Regression,
     SingleLabel,
 )
-from partita.evaluation.segmentation import Segmentation
-from partita.report.metric import metric_named
 
 ONE, OTHER = [0.0, 2.0, 1.0], [3.0, 2.0, 1.0]
 PARAMS = {"w": torch.zeros(1)}
@@ -82,14 +76,3 @@ def test_the_check_takes_no_second_forward_pass() -> None:
     found = evaluate(cast(Model, model), PARAMS, table)
     assert model.calls == [512, 88]
     assert found.scores == score(cast(Model, Echo()), PARAMS, table)
-
-
-def test_reports_know_direction_and_unit_of_every_metric() -> None:
-    """Only the direction of a run's own metric is recorded, so the report must know the others by name."""
-    classes: tuple[Any, ...] = (Accuracy, SingleLabel, MultiLabel, Entities, NextToken, Regression)
-    classes += (GeneratedText, Answers, Choices, Segmentation)
-    metrics: set[Metric] = {metric for evaluator in classes for metric in evaluator.metrics} | {*NEW_CLASS_METRICS}
-    assert {metric.name for metric in metrics} == set(METRIC_NAMES)
-    for metric in metrics:
-        shown = metric_named(metric.name)
-        assert (shown.higher_is_better, shown.fraction) == (metric.higher_is_better, metric.fraction), metric.name

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from scipy import stats
 from sklearn import metrics as reference
 from torch.nn import functional
@@ -17,22 +21,15 @@ from partita.core.data import IGNORE_INDEX
 from partita.core.rng import Key
 from partita.evaluation.answers import Answers, Choices
 from partita.evaluation.bootstrap import intervals
+from partita.evaluation.by_example import ByExample
 from partita.evaluation.entities import TagScheme
+from partita.evaluation.evaluator import Evaluator, Predictions, without_types
 from partita.evaluation.generation import GeneratedText, ModelPredictions, ScoredChoices
-from partita.evaluation.metrics import (
-    Accuracy,
-    Entities,
-    Evaluator,
-    Metric,
-    MultiLabel,
-    NextToken,
-    Predictions,
-    Regression,
-    SingleLabel,
-)
+from partita.evaluation.metrics import Accuracy, Entities, MultiLabel, NextToken, Regression, SingleLabel
+from partita.evaluation.outcomes import outcomes
 from partita.evaluation.own_metrics import OwnMetrics
 from partita.evaluation.segmentation import Segmentation
-from partita.evaluation.task_outcomes import outcomes
+from partita.record.metric import Metric
 
 CLASSES = ("cat", "dog", "a/b", "owl")
 TAGS = ("O", "B-drug", "I-drug", "B-site", "I-site")
@@ -123,7 +120,7 @@ CASES: dict[str, tuple[Evaluator, Callable[..., Predictions], tuple[str, ...]]] 
 
 
 def near(value: float) -> Any:
-    return pytest.approx(value, rel=1e-6, abs=1e-7)
+    return pytest.approx(value, rel=1e-7, abs=1e-7)
 
 
 def agree(found: dict[str, Any], expected: dict[str, float]) -> None:
@@ -134,25 +131,71 @@ def agree(found: dict[str, Any], expected: dict[str, float]) -> None:
             assert name in ("brier", "ece", "macro_f1", "micro_f1", "auroc") or np.isnan(values[0]), name
 
 
+def batches(make: Callable[..., Predictions], rows: list[int], size: int) -> Iterator[Predictions]:
+    return (make(rows[start : start + size]) for start in range(0, len(rows), size))
+
+
+def scored(case: str, size: int = 4) -> dict[str, float]:
+    evaluator, make, _ = CASES[case]
+    return evaluator(batches(make, list(range(len(make().targets))), size))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_scores_equal_the_evaluators(case: str) -> None:
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_scores_of_a_round_are_the_formula_with_weights_of_one(case: str, size: int) -> None:
     evaluator, make, classes = CASES[case]
-    made = outcomes(evaluator, iter([make()]), classes)
-    agree(made(np.ones((1, len(made)))), evaluator(iter([make()])))
+    made = outcomes(evaluator, batches(make, list(range(len(make().targets))), size), classes)
+    found = scored(case, size)
+    agree(made(np.ones((1, len(made)))), found)
+    assert found == pytest.approx(scored(case, 3), rel=1e-12), "whatever the batches"
+    assert without_types(found).keys() <= {metric.name for metric in evaluator.metrics}
+    assert list(without_types(found)) == [metric.name for metric in evaluator.metrics if metric.name in found]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "some texts"])
-def test_weights_stand_for_repeated_examples(case: str) -> None:
+@settings(max_examples=5)
+@given(drawn=st.lists(st.integers(0, 1000), min_size=1, max_size=9), size=st.integers(1, 4))
+@example(drawn=[0, 0, 3, 5, 1, 1], size=4)
+def test_weights_stand_for_repeated_examples(case: str, drawn: list[int], size: int) -> None:
     evaluator, make, classes = CASES[case]
     made = outcomes(evaluator, iter([make()]), classes)
-    for rows in ([0, 0, 3, 5, 1, 1], [3], [2, 3]):
-        weights = np.bincount(rows, minlength=len(made)).astype(np.float64)
-        ordered = sorted(rows)
-        agree(made(weights[None]), evaluator(iter([make(ordered)])))
-        kept = np.unique(rows)
-        picked = made.select(kept)
-        assert len(picked) == len(kept)
-        agree(picked(weights[kept][None]), evaluator(iter([make(ordered)])))
+    rows = sorted(place % len(made) for place in drawn)
+    weights = np.bincount(rows, minlength=len(made)).astype(np.float64)
+    expected = evaluator(batches(make, rows, size))
+    agree(made(weights[None]), expected)
+    kept = np.unique(rows)
+    picked = made.select(kept)
+    assert len(picked) == len(kept)
+    agree(picked(weights[kept][None]), expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sums_of_some_batches_at_a_time_are_those_of_all(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, evaluator = scored(case), CASES[case][0]
+    held = list[int]()
+    if isinstance(evaluator, ByExample):
+        columns = type(evaluator).columns
+
+        def watched(self: ByExample, kept: Any) -> Any:
+            held.append(len(kept["losses"]))
+            return columns(self, kept)
+
+        monkeypatch.setattr(type(evaluator), "columns", watched)
+    monkeypatch.setattr("partita.evaluation.by_example.NUMBERS_KEPT", 1)
+    assert scored(case) == pytest.approx(expected, rel=1e-12)
+    if isinstance(evaluator, ByExample) and not evaluator.whole:
+        assert max(held) == 4, "one batch at a time"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_diverged_model_keeps_the_names_of_its_scores(case: str) -> None:
+    """A loss that is no number is recorded; a score that is undefined is not."""
+    evaluator, make, _ = CASES[case]
+    batch = make()
+    found = evaluator(iter([replace(batch, losses=torch.full_like(batch.losses, math.nan))]))
+    assert found.keys() == evaluator(iter([batch])).keys()
+    assert math.isnan(found["loss"])
+    assert found.get("perplexity", math.inf) == math.inf
 
 
 def test_scores_by_class_equal_scikit_learn() -> None:
@@ -269,6 +312,13 @@ def test_no_interval_without_two_groups_or_resamples() -> None:
     for found in (intervals(made, 0, Key(0)), intervals(made, 50, Key(0), groups=["one"] * 40)):
         assert found["accuracy"].low is None
         assert "low" not in found["accuracy"].to_json()
+
+
+def test_an_infinite_score_has_no_interval() -> None:
+    batch = written()
+    found = intervals(outcomes(NextToken(), iter([replace(batch, losses=10_000 * batch.losses)]), ()), 20, Key(0))
+    assert found["perplexity"].to_json() == {"value": math.inf}
+    assert found["loss"].low is not None
 
 
 def test_undefined_scores_are_left_out() -> None:

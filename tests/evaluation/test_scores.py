@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from partita.core.data import IGNORE_INDEX
-from partita.evaluation.entities import Counts, TagScheme
-from partita.evaluation.metrics import Accuracy, Entities, MultiLabel, Predictions, SingleLabel, by_type, without_types
+from partita.evaluation.entities import TagScheme
+from partita.evaluation.evaluator import Predictions, by_type, without_types
+from partita.evaluation.metrics import Accuracy, Entities, MultiLabel, SingleLabel
 
 TAGS = ("O", "B-Drug", "I-Drug", "B-Sign", "I-Sign")
 Spans = list[tuple[int, int, str]]
@@ -147,8 +148,7 @@ def test_spans_are_found_as_by_hand(tags: list[str]) -> None:
     assert list(zip(spans.starts, spans.ends, named, strict=True)) == spans_by_hand(tags)
 
 
-def test_counts_without_entities_have_no_scores() -> None:
-    assert Counts().scores() == {}
+def test_sentences_without_entities_have_no_scores_of_entities() -> None:
     silent = entity_scores([["O", "O"]], [["O", "I-Sign"]])
     assert silent == {"accuracy": 0.5, "loss": 0.0}  # a tag without its beginning is no entity
 

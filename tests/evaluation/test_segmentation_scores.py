@@ -9,7 +9,7 @@ import torch
 from sklearn import metrics
 from torch import Tensor
 
-from partita.evaluation.metrics import Predictions
+from partita.evaluation.evaluator import Predictions
 from partita.evaluation.segmentation import Segmentation
 
 

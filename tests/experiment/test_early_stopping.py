@@ -23,7 +23,7 @@ from partita.core.sampling import Uniform
 from partita.core.settings import RunError
 from partita.data import Federation, Subset
 from partita.engines.simulation import SimulationEngine
-from partita.evaluation import Metric, score
+from partita.evaluation import score
 from partita.evaluation.metrics import LOSS
 from partita.experiment import early_stopping, round_log, run_folder
 from partita.experiment.builder import build
@@ -33,6 +33,7 @@ from partita.experiment.early_stopping import best_round, why_stop
 from partita.experiment.preview import preview
 from partita.experiment.runner import resume, start, start_or_resume
 from partita.record import file_names
+from partita.record.metric import Metric
 from partita.report import load_run
 from partita.storage import atomic_files, checkpoint
 from partita.storage.atomic_files import DamageError, list_checksummed, number_in_name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ def test_rows_have_the_scores_on_base_and_new_classes(method: str, tmp_path: Pat
     [row] = start(parse(config(method, evaluate={"personal_every": 0})), tmp_path / "run")
     base, new, both = (row["test"][name] for name in ("accuracy", "new_accuracy", "harmonic_mean"))
     assert 0 <= new <= 1
+    recorded = json.loads((tmp_path / "run" / "plan.json").read_text())["metrics"]
+    assert row["test"].keys() <= {metric["name"] for metric in recorded}
     assert both == pytest.approx(2 * base * new / (base + new) if base + new else 0)
 
 

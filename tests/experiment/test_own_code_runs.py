@@ -19,7 +19,7 @@ from partita.experiment import flower_app, run_folder
 from partita.experiment.builder import build
 from partita.experiment.config import load, load_recorded, parse, shared_digest
 from partita.experiment.runner import resume, start
-from partita.experiment.tracking import lower_is_better
+from partita.experiment.tracking import metrics_of
 from partita.experiment.trusted_code import trusted_file
 from partita.track.scalars import scalars
 
@@ -399,7 +399,7 @@ def test_frame_has_a_row_for_each_round(tmp_path: Path) -> None:
     assert last["bytes.up"] == row["bytes"]["up"]
     assert last["personal.accuracy.mean"] == pytest.approx(sum(row["personal"]["accuracy"].values()) / 2)
     assert (last["clients.sampled"], last["clients.lost"]) == (2, 0)
-    sent = scalars(row, lower_is_better(tmp_path / "runs" / "seed-1"))
+    sent = scalars(row, metrics_of(tmp_path / "runs" / "seed-1"))
     assert {name.replace("/", ".") for name in sent} <= set(frame.columns)
 
 

@@ -350,6 +350,7 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a number for a table": ("rows.jsonl", lambda path: path.write_text('{"round": 0, "test": 7}\n')),
     "no layers": ("rows.jsonl", lambda path: path.write_text('{"round": 0, "chosen": {"a": ["layer.x"]}}\n')),
     "a strange metric": ("plan.json", lambda path: path.write_text('{"metric": {"name": "$\\\\frac{"}}')),
+    "a metric without a direction": ("plan.json", lambda path: path.write_text('{"metrics": [{"name": "f1"}]}')),
     "deep split": ("split.json", lambda path: path.write_text('{"clients":' * 100_000)),
     "a split that is none": ("split.json", lambda path: path.write_text('{"population": 3, "clients": [{"name": 1}]}')),
     "labels of no class": (

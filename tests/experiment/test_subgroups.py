@@ -16,11 +16,12 @@ from partita.core.options import OptionError
 from partita.core.rng import Key
 from partita.data import Task, load
 from partita.engines.flower.message_checks import valid_scores
-from partita.evaluation import Metric
-from partita.evaluation.metrics import Entities, type_score
+from partita.evaluation.evaluator import type_score
+from partita.evaluation.metrics import Entities
 from partita.experiment.config import parse
 from partita.experiment.runner import start
 from partita.experiment.subgroups import MISSING, find_groups, score_groups
+from partita.record.metric import Metric
 from partita.report import load_run, page
 
 

@@ -54,9 +54,10 @@ ABOVE_CORE = {
     "experiment": [*ON_CORE, "tasks", *ON_TASKS, "privacy", "secure_aggregation", "engines", "track"],
     "site": ["experiment", "engines", "privacy", "storage", "data"],
 }
+EVERYWHERE = "record"  # what a run records; all may import it
 TOP_LEVEL = ["__init__", "__main__", "cli", "runs"]  # may import anything, and no other may import them
 # They read run folders, so they may import only themselves, what is named here, and the modules in FILES.
-REPORT_ONLY: dict[str, list[str]] = {"report": [], "watch": ["report"]}
+REPORT_ONLY: dict[str, list[str]] = {EVERYWHERE: [], "report": [EVERYWHERE], "watch": ["report", EVERYWHERE]}
 FILES = ["storage.atomic_files", "storage.png", "storage.processes", "storage.safe_text"]
 
 # Library -> the only parts that may import it.
@@ -114,17 +115,13 @@ def allowed_parts(module: str) -> list[str] | None:
     """The parts of partita that a module may import; None where the tables do not name the module."""
     for line, parts in enumerate(CORE):
         if module in parts:
-            return [part for earlier in CORE[: line + 1] for part in earlier]
+            return [*(part for earlier in CORE[: line + 1] for part in earlier), EVERYWHERE]
     for part, others in ABOVE_CORE.items():
         if matches_part(module, part):
-            return ["core", "record", part, *others]
+            return ["core", part, *others, EVERYWHERE]
     if any(matches_part(module, part) for part in TOP_LEVEL):
         return ["*"]
-    if matches_part(module, "record"):
-        return ["record"]
-    return next(
-        (["record", part, *others, *FILES] for part, others in REPORT_ONLY.items() if matches_part(module, part)), None
-    )
+    return next(([part, *others, *FILES] for part, others in REPORT_ONLY.items() if matches_part(module, part)), None)
 
 
 @cache
@@ -242,6 +239,7 @@ MODULES = {
     "methods.__init__",
     "methods.fedavg",
     "privacy.client_level",
+    "record.metric",
     "report.__init__",
     "report.load",
     "training.local_training",
@@ -260,17 +258,18 @@ MODULES = {
         ("core.client", "from .plan import Plan", "a relative import"),
         ("core.client", "import scipy.stats", "imports scipy; only these may: methods"),
         ("methods.fedavg", "from partita.data import task", "imports partita.data.task; of partita"),
-        ("methods.fedavg", "from partita.privacy.client_level import clip", "it may import: core, record, methods"),
+        ("methods.fedavg", "from partita.privacy.client_level import clip", "it may import: core, methods"),
         ("models.vit", "from partita.methods import method", "imports partita.methods.__init__;"),
         (
             "engines.simulation",
             "import partita.experiment.builder",
-            "it may import: core, record, engines, training, storage",
+            "it may import: core, engines, training, storage",
         ),
         ("engines.simulation", "import flwr.client", "imports flwr; only these may: engines.flower"),
         ("experiment.builder", "from partita.cli.main import main", "imports partita.cli.main;"),
         ("experiment.builder", "import typer", "only these may: cli"),
-        ("report.page", "from partita.core.tensors import Names", "it may import: record, report"),
+        ("report.page", "from partita.core.tensors import Names", "it may import: report"),
+        ("record.metric", "import partita.report.load", "it may import: record"),
         ("data.text", "from transformers import AutoTokenizer", "only these may: models"),
         ("models.vit", "import sklearn.datasets", "only these may: data, evaluation"),
         ("evaluation", "if TYPE_CHECKING:\n    import matplotlib", "evaluation.py:2: imports matplotlib;"),
@@ -294,6 +293,8 @@ def test_forbidden_import_is_named(module: str, source: str, rule: str) -> None:
         ("cli.runs", "import typer\nfrom partita import report\nimport partita.experiment.builder"),
         ("__init__", "from partita.methods.fedavg import fedavg"),
         ("report.page", "import matplotlib.pyplot\nfrom partita.report import load"),
+        ("core.client", "from partita.record.metric import Metric"),
+        ("watch", "from partita.record import metric"),
     ],
 )
 def test_allowed_import_passes(module: str, source: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from partita.record import row as rows
 from partita.record.check import Count, ShapeError, check_of
+from partita.record.metric import Metric
 from partita.record.row import QUANTITIES, Quantity, Row, check_row, numbers
 
 
@@ -73,7 +74,7 @@ def test_numbers_are_named_by_their_path() -> None:
         "personal": {"loss": {"a": 1.0, "b": 3.0, "c": math.inf}},
         "validation": {"accuracy": 0.5},
     }
-    assert dict(numbers(row, lambda metric: metric == "loss")) == {
+    assert dict(numbers(row, [Metric("loss", higher_is_better=False)])) == {
         ("round",): 1,
         ("clients", "sampled"): 3,
         ("validation", "accuracy"): 0.5,

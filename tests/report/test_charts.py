@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from report_fixtures import ROUNDS, WARMUP, write_run
 
+from partita.record.metric import ACCURACY
 from partita.report import RunRecord, load_run
 from partita.report.chart_data import attacks_chart, clients_chart, curves_chart, drift_chart, epsilon_chart
 from partita.report.charts import POINTS_KEPT, Line, View, chart, thinned
-from partita.report.metric import ACCURACY
 from partita.report.sections import by_number
 from partita.report.templating import json_block
 

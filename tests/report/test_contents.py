@@ -12,11 +12,11 @@ import pytest
 from report_fixtures import CLIENTS, WARMUP, write_run
 from test_report import parse_page
 
+from partita.record.metric import ACCURACY
 from partita.report import ReportError, RunRecord, load_run, page
 from partita.report.client_pages import clients_data
 from partita.report.confusion import MAX_CELLS, Matrix, confusion_data
 from partita.report.load import settings
-from partita.report.metric import ACCURACY
 from partita.report.plan_picture import MAX_COLUMNS, plan_picture, status_of
 from partita.report.plan_stages import plans
 from partita.report.settings_compared import compared_data

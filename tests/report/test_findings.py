@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from report_fixtures import write_run
 
+from partita.record.metric import Metric
 from partita.report import RunRecord, compare, load_run
 from partita.report.findings import findings
-from partita.report.metric import Metric
 
 
 def runs(root: Path, finals: Mapping[str, Sequence[float]], **tests: Mapping[str, Sequence[float]]) -> list[RunRecord]:
@@ -120,8 +120,8 @@ def test_metrics_that_contradict_each_other_are_named(tmp_path: Path) -> None:
 def test_lower_is_better_turns_the_interval_round(tmp_path: Path) -> None:
     perplexity = {"fedavg": (9.0, 9.5, 9.0), "fedprox": (8.0, 8.3, 7.9)}
     records = runs(tmp_path, {"fedavg": (0.7,) * 3, "fedprox": (0.7,) * 3}, perplexity=perplexity)
-    metric = Metric("perplexity", higher_is_better=False)
-    result, _, _ = told([replace(record, metric=metric) for record in records])
+    metric = Metric("perplexity", higher_is_better=False, fraction=False)
+    result, _, _ = told([replace(record, metrics=(metric,)) for record in records])
     assert result.startswith("fedprox has the best mean perplexity, 8.07: 1.10 better than fedavg (95% interval +0.")
 
 

@@ -24,10 +24,10 @@ from report_fixtures import ROUNDS, WARMUP, write_run
 from scipy import stats
 
 from partita import report
+from partita.record.metric import ACCURACY, Metric
 from partita.report import ReportError, RunRecord, compare, find, load_run, page, picture
 from partita.report.curves import curve_of
 from partita.report.layer_selection import alarms_raised
-from partita.report.metric import ACCURACY, Metric
 from partita.report.plan_stages import STATUSES, changes, plan_grid, plans, status
 from partita.report.plot_style import styles, svg
 from partita.report.plots import (
@@ -42,7 +42,7 @@ from partita.report.tables import holm, worst_tenth
 from partita.report.templating import breakable
 
 LABELS = ("fedavg", "fedprox", "fedfrozen")
-PERPLEXITY = Metric("perplexity", higher_is_better=False)
+PERPLEXITY = Metric("perplexity", higher_is_better=False, fraction=False)
 
 
 def accuracies(values: list[float | None]) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -19,8 +19,8 @@ from playing.tables import layer_shares, layers, summarize, tables, tried
 from scipy import stats
 from study_fixtures import STUDY, write_study
 
+from partita.record.metric import ACCURACY
 from partita.report.comparison import Difference
-from partita.report.metric import metric_named
 
 ARMS = ("fedavg", "broken", "fedprox 0.1")
 ROUNDS = 6
@@ -208,7 +208,7 @@ def test_a_map_hatches_what_is_not_sure(study: Study, lines: list[dict[str, Any]
 def test_hatches_have_the_ink_of_their_cell() -> None:
     axes = Figure().subplots()
     cells = [Difference(3, mean, mean - 1, mean + 1) for mean in (0.01, -0.09, 0.09)]
-    draw_map(axes, [cells], metric_named("accuracy"), 10.0)
+    draw_map(axes, [cells], ACCURACY, 10.0)
     inks = [text.get_color() for text in axes.texts]
     assert len(set(inks)) == 2
     assert inks[1] == inks[2] == "white"

@@ -24,7 +24,8 @@ from partita.core.tensors import Tensors, equal
 from partita.data import DataError, Federation, Table, Task, split
 from partita.engines.flower.message_checks import check_scores, valid_scores
 from partita.engines.flower.messages import MessageError
-from partita.evaluation.metrics import Predictions, Regression
+from partita.evaluation.evaluator import Predictions
+from partita.evaluation.metrics import Regression
 from partita.methods.fedavg import fedavg
 from partita.models import ModelError, build
 from partita.models.functional import FunctionalModel, without_logs

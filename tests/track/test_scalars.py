@@ -16,7 +16,7 @@ from partita.experiment.builder import build
 from partita.experiment.compare import expand
 from partita.experiment.config import parse
 from partita.experiment.tracking import RowSender
-from partita.report.metric import Metric
+from partita.record.metric import Metric
 from partita.report.tables import worst_tenth
 from partita.track import TRACKERS
 from partita.track.scalars import Totals, clean, scalars, tables
@@ -45,7 +45,7 @@ ROW = {
 
 
 def test_scalars_are_the_finite_numbers_of_the_row() -> None:
-    assert scalars(ROW, ["loss"]) == {
+    assert scalars(ROW, [Metric("loss", higher_is_better=False, fraction=False)]) == {
         "round": 3,
         "seconds": 1.5,
         "lr": 0.1,
@@ -97,7 +97,7 @@ def test_totals_add_up() -> None:
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=40), st.booleans())
 def test_worst_tenth_is_that_of_the_report(values: list[float], higher: bool) -> None:
     row = {"round": 0, "personal": {"m": {str(place): value for place, value in enumerate(values)}}}
-    found = scalars(row, [] if higher else ["m"])["personal/m/worst_tenth"]
+    found = scalars(row, [Metric("m", higher)])["personal/m/worst_tenth"]
     assert found == pytest.approx(worst_tenth(values, Metric("m", higher)))
 
 

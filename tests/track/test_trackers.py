@@ -20,7 +20,7 @@ from track_fixtures import Recorded, read_mlflow, read_tensorboard, read_trackio
 from partita.experiment import run_folder
 from partita.experiment.config import parse
 from partita.experiment.runner import start
-from partita.experiment.tracking import RowSender, describe_run, lower_is_better
+from partita.experiment.tracking import RowSender, describe_run, metrics_of
 from partita.track import to_mlflow
 from partita.track.scalars import Totals, scalars, tables
 
@@ -111,7 +111,7 @@ def expected(run: Tracked) -> Recorded:
     found: Recorded = {}
     totals = Totals()
     for row in run.rows:
-        for name, value in {**scalars(row, lower_is_better(run.folder)), **totals.add(row)}.items():
+        for name, value in {**scalars(row, metrics_of(run.folder)), **totals.add(row)}.items():
             found.setdefault(name, []).append((row["round"], value))
     return found
 

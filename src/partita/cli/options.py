@@ -106,8 +106,8 @@ def check_metric(metric: str | None, own: Iterable[str] = ()) -> None:
     """Refuse a metric that neither a task has nor the config adds, before anything runs."""
     from partita.core.options import OptionError, closest_match
     from partita.core.own_code import short_name
-    from partita.evaluation import METRIC_NAMES
+    from partita.evaluation import METRICS
 
-    known = {*METRIC_NAMES, *map(short_name, own)}
+    known = {*(each.name for each in METRICS), *map(short_name, own)}
     if metric is not None and metric not in known:
         raise OptionError(f"--metric is '{metric}', which no task has; {closest_match(metric, known)}")

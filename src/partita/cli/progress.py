@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from partita.experiment.compare import Planned, Status
     from partita.experiment.config import Config
     from partita.experiment.progress_file import OnReply
-    from partita.report.metric import Metric
+    from partita.record.metric import Metric
 
 HEARTBEAT = 60.0  # seconds after which a log gets a line, even if no round was tested
 LABEL_SHOWN = 60  # characters of a label that a line of progress shows

@@ -36,7 +36,6 @@ def track(
     from partita.experiment.tracking import RowSender
     from partita.report import load_run
     from partita.report.load import find
-    from partita.report.metric import LOWER
     from partita.track import TRACKERS, check_installed
 
     for name in to:
@@ -51,11 +50,10 @@ def track(
             default = {} if found == [parent] else {"group": parent.resolve().name}
             recorded = {key: value for key, value in record.config.get("track", {}).items() if value != ""}
             config = {**record.config, "track": {**default, **recorded, **given}}
-            lower = {*LOWER, *(metric.name for metric in record.own_metrics if not metric.higher_is_better)}
             with run_folder.lock(folder), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a failure ends the command instead
                 for name in to:
-                    sender = RowSender(name, config, folder, record.rows, lower)
+                    sender = RowSender(name, config, folder, record.rows, record.metrics)
                     sender.close()
                     if sender.failure:
                         raise OSError(f"{folder} was not sent: {sender.failure}")

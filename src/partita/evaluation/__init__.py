@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from itertools import chain
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -15,24 +16,30 @@ from partita.core import tensors
 from partita.core.data import IGNORE_INDEX, Examples, PrefetchingExamples
 from partita.core.model import Forward, Model, logits_and_losses
 from partita.core.tensors import Tensors
-from partita.evaluation import metrics
 from partita.evaluation.answers import Answers, Choices, last_answers
 from partita.evaluation.confusion import confusion_matrix
 from partita.evaluation.documents import document_predictions
+from partita.evaluation.evaluator import EvaluationError, Evaluator, Predictions
 from partita.evaluation.generation import GeneratedText, ModelPredictions, ScoredChoices
-from partita.evaluation.metrics import Accuracy, EvaluationError, Evaluator, Metric, Predictions
+from partita.evaluation.metrics import (
+    NEW_CLASS_METRICS,
+    Accuracy,
+    Entities,
+    MultiLabel,
+    NextToken,
+    Regression,
+    SingleLabel,
+)
+from partita.evaluation.outcomes import Outcomes, outcomes
 from partita.evaluation.segmentation import Segmentation
-
-if TYPE_CHECKING:
-    from partita.evaluation.outcomes import Outcomes
 
 __all__ = [
     "ACCURACY",
-    "METRIC_NAMES",
+    "EVALUATORS",
+    "METRICS",
     "Evaluation",
     "EvaluationError",
     "Evaluator",
-    "Metric",
     "evaluate",
     "outcomes_of",
     "sample_texts",
@@ -42,18 +49,19 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 ACCURACY = Accuracy()
-METRIC_NAMES = tuple(
-    dict.fromkeys(
-        (
-            *metrics.METRIC_NAMES,
-            *(
-                metric.name
-                for evaluator in (GeneratedText, Answers, Choices, Segmentation)
-                for metric in evaluator.metrics
-            ),
-        )
-    )
+EVALUATORS = (
+    Accuracy,
+    SingleLabel,
+    MultiLabel,
+    Entities,
+    NextToken,
+    Regression,
+    GeneratedText,
+    Answers,
+    Choices,
+    Segmentation,
 )
+METRICS = tuple(dict.fromkeys(chain(*(each.metrics for each in EVALUATORS), NEW_CLASS_METRICS)))
 
 
 def _in_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
@@ -163,8 +171,6 @@ def outcomes_of(
         evaluator: Says which scores there are.
         classes: The names of the task's outputs.
     """
-    from partita.evaluation.task_outcomes import outcomes
-
     return outcomes(evaluator, _predictions(model, params, examples, evaluator.batch), classes)
 
 

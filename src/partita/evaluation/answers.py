@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -10,12 +9,15 @@ import torch
 
 from partita.core.data import IGNORE_INDEX
 from partita.core.tensors import Tensors
+from partita.evaluation.by_example import Kept
+from partita.evaluation.evaluator import EvaluationError, Evaluator, Predictions
 from partita.evaluation.generation import EXACT_MATCH, GeneratedText, ModelPredictions
-from partita.evaluation.metrics import LOSS, PERPLEXITY, EvaluationError, Evaluator, MeanPerToken, Metric, Predictions
+from partita.evaluation.metrics import LOSS, PERPLEXITY, NextToken
+from partita.record.metric import ACCURACY, Metric
 
 
 @dataclass(frozen=True)
-class Answers:
+class Answers(NextToken):
     """Loss and perplexity over all tokens of answers, and exact match.
 
     The last answer of a conversation matches exactly if each of its tokens, with the one that ends it, is the most
@@ -23,50 +25,30 @@ class Answers:
     be generated.
     """
 
-    primary: ClassVar[Metric] = PERPLEXITY
-    metrics: ClassVar[tuple[Metric, ...]] = (LOSS, PERPLEXITY, EXACT_MATCH)
-    batch: ClassVar[int] = 16  # logits are as wide as the vocabulary
+    metrics: ClassVar[tuple[Metric, ...]] = (PERPLEXITY, LOSS, EXACT_MATCH)
 
-    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        mean = MeanPerToken()
-        matches, count = 0, 0
-        for batch in batches:
-            mean.add(batch)
-            right = exact_answers(batch)
-            matches += int(right.sum())
-            count += len(right)
-        return {**mean.scores(), "exact_match": matches / count}
-
-    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return None
+    def keep(self, batch: Predictions, first: int, details: bool) -> Kept:
+        return {**super().keep(batch, first, details), "exact_match": exact_answers(batch)}
 
 
 @dataclass(frozen=True)
-class Choices:
+class Choices(NextToken):
     """Accuracy of choosing the most likely answer, and loss and perplexity over the tokens of the right answers.
 
     "accuracy" compares the log-likelihoods of the choices, "normalized_accuracy" these divided by the numbers of their
     tokens. Of equally likely choices, the first one is chosen.
     """
 
-    primary: ClassVar[Metric] = Metric("accuracy")
-    metrics: ClassVar[tuple[Metric, ...]] = (Metric("accuracy"), Metric("normalized_accuracy"), LOSS, PERPLEXITY)
-    batch: ClassVar[int] = 16  # logits are as wide as the vocabulary
+    metrics: ClassVar[tuple[Metric, ...]] = (ACCURACY, Metric("normalized_accuracy"), LOSS, PERPLEXITY)
 
-    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        mean = MeanPerToken()
-        right, normalized, count = 0, 0, 0
-        for batch in batches:
-            assert isinstance(batch, ModelPredictions), "evaluate() gives predictions that can score choices"
-            mean.add(batch)
-            chosen = batch.score_choices()
-            right += int((chosen.likelihoods.argmax(1) == chosen.right).sum())
-            normalized += int(((chosen.likelihoods / chosen.tokens).argmax(1) == chosen.right).sum())
-            count += len(chosen.right)
-        return {"accuracy": right / count, "normalized_accuracy": normalized / count, **mean.scores()}
-
-    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return None
+    def keep(self, batch: Predictions, first: int, details: bool) -> Kept:
+        assert isinstance(batch, ModelPredictions), "evaluate() gives predictions that can score choices"
+        chosen = batch.score_choices()
+        return {
+            **super().keep(batch, first, details),
+            "accuracy": chosen.likelihoods.argmax(1) == chosen.right,
+            "normalized_accuracy": (chosen.likelihoods / chosen.tokens).argmax(1) == chosen.right,
+        }
 
 
 def exact_answers(batch: Predictions) -> torch.Tensor:

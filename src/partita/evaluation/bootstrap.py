@@ -72,8 +72,8 @@ def intervals(
             examples. Default: examples are drawn.
 
     Returns:
-        The scores that are defined. One has no interval if fewer than two groups could be drawn, or if it is undefined
-        in more than a tenth of the resamples.
+        The scores that are defined. One has no interval if fewer than two groups could be drawn, if it is infinite, or
+        if it is undefined in more than a tenth of the resamples.
     """
     count = len(statistic)
     whole = {name: float(values[0]) for name, values in statistic(np.ones((1, count))).items()}
@@ -87,7 +87,7 @@ def intervals(
         values = np.concatenate([part[name] for part in parts])
         values = values[~np.isnan(values)]
         ends: list[float | None] = [None, None]
-        if len(values) >= ENOUGH * resamples:
+        if len(values) >= ENOUGH * resamples and np.isfinite(whole[name]):
             ends = np.percentile(values, [50 * (1 - LEVEL), 50 * (1 + LEVEL)]).tolist()
         found[name] = Interval(whole[name], *ends)
     return found

@@ -11,7 +11,7 @@ from partita.core import tensors
 from partita.core.data import IGNORE_INDEX, Batch, Examples
 from partita.core.model import Forward, Model, Output
 from partita.core.tensors import Tensors
-from partita.evaluation.metrics import Predictions
+from partita.evaluation.evaluator import Predictions
 
 
 def document_predictions(

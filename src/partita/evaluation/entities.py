@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,49 +24,9 @@ class Spans:
     ends: Ints  # (entity,), position after the last token
     types: Ints  # (entity,), number of the type
 
-    def of_type(self, number: int) -> list[tuple[int, int]]:
-        """Return (start, end) of the entities of one type."""
-        chosen = self.types == number
-        return list(zip(self.starts[chosen].tolist(), self.ends[chosen].tolist(), strict=True))
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Numbers of entities.
-
-    Attributes:
-        true: True entities.
-        predicted: Predicted entities.
-        exact: Predicted entities with the tokens and the type of a true one.
-        overlapping: Largest number of pairs of a predicted and a true entity that share a type and a token, where each
-            entity is in at most one pair.
-    """
-
-    true: int = 0
-    predicted: int = 0
-    exact: int = 0
-    overlapping: int = 0
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            self.true + other.true,
-            self.predicted + other.predicted,
-            self.exact + other.exact,
-            self.overlapping + other.overlapping,
-        )
-
-    def scores(self) -> dict[str, float]:
-        """Return precision, recall and F1 of strict and of relaxed matching; none if there is no entity at all."""
-        if not self.true and not self.predicted:
-            return {}
-        strict = zip(("precision", "recall", "f1"), self._rates(self.exact), strict=True)
-        relaxed = zip(("relaxed_precision", "relaxed_recall", "relaxed_f1"), self._rates(self.overlapping), strict=True)
-        return {**dict(strict), **dict(relaxed)}
-
-    def _rates(self, right: int) -> tuple[float, float, float]:
-        precision = right / self.predicted if self.predicted else 0.0
-        recall = right / self.true if self.true else 0.0
-        return precision, recall, 2 * precision * recall / (precision + recall) if right else 0.0
+    def of_type(self, number: int) -> Ints:
+        """Return start and end of the entities of one type, (entity, 2)."""
+        return np.stack([self.starts, self.ends], 1)[self.types == number]
 
 
 class TagScheme:
@@ -101,28 +61,51 @@ class TagScheme:
         entity = self.begins[tags[starts]]
         return Spans(starts[entity], ends[entity], types[starts[entity]])
 
-    def count(self, true: Spans, predicted: Spans) -> list[Counts]:
-        """Return the counts of each type, (type,)."""
-        return [_count(true.of_type(number), predicted.of_type(number)) for number in range(len(self.types))]
+    def count(self, true: Spans, predicted: Spans, sentence: Ints, sentences: int) -> NDArray[np.float64]:
+        """Count entities by sentence and type.
+
+        Args:
+            true: The true entities.
+            predicted: The predicted entities.
+            sentence: The number of each token's sentence, (token,).
+            sentences: The number of sentences.
+
+        Returns:
+            Four counts of each type, (sentence, type, 4): true entities; predicted ones; those with the tokens and the
+            type of a true one; and the largest number of pairs of a predicted and a true entity that share a type and a
+            token, where each entity is in at most one pair.
+        """
+        counts = np.zeros((sentences, len(self.types), 4))
+        for number in range(len(self.types)):
+            for place, starts in enumerate(_matches(true.of_type(number), predicted.of_type(number))):
+                counts[:, number, place] = np.bincount(sentence[starts], minlength=sentences)
+        return counts
 
 
-def _count(true: list[tuple[int, int]], predicted: list[tuple[int, int]]) -> Counts:
-    exact = set(true) & set(predicted)
+def _matches(true: Ints, predicted: Ints) -> Iterator[Ints]:
+    """Yield where the entities of each count start."""
+    yield true[:, 0]
+    yield predicted[:, 0]
+    numbers = [spans @ (1 + true.max(initial=0) + predicted.max(initial=0), 1) for spans in (true, predicted)]
+    same = [np.isin(numbers[side], numbers[1 - side]) for side in (0, 1)]
+    yield true[same[0], 0]
     # Entities of one sequence do not overlap, so an exact pair overlaps nothing else and belongs to every best pairing.
-    rest = [[span for span in spans if span not in exact] for spans in (true, predicted)]
-    return Counts(len(true), len(predicted), len(exact), len(exact) + _pairs(*rest))
+    pairs = _pairs(true[~same[0]].tolist(), predicted[~same[1]].tolist())
+    yield np.append(true[same[0], 0], np.array(pairs, np.int64))
 
 
-def _pairs(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]) -> int:
-    """Return the largest number of pairs of overlapping spans. Both lists are in order and without overlaps.
+def _pairs(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> list[int]:
+    """Return where the left spans of most pairs of overlapping spans start. Both lists are in order without overlaps.
 
     From left to right, the two spans at hand are paired if they overlap. Otherwise the one that ends first overlaps
     nothing that comes later, and is skipped.
     """
-    one = other = pairs = 0
+    one = other = 0
+    pairs = list[int]()
     while one < len(left) and other < len(right):
         if left[one][0] < right[other][1] and right[other][0] < left[one][1]:
-            pairs, one, other = pairs + 1, one + 1, other + 1
+            pairs.append(left[one][0])
+            one, other = one + 1, other + 1
         elif left[one][1] <= right[other][0]:
             one += 1
         else:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import ClassVar
 
+import numpy as np
 import torch
 
-from partita.evaluation.metrics import LOSS, PERPLEXITY, EvaluationError, MeanPerToken, Metric, Predictions
+from partita.evaluation.bootstrap import Floats
+from partita.evaluation.by_example import Kept
+from partita.evaluation.evaluator import EvaluationError, Predictions
+from partita.evaluation.metrics import LOSS, PERPLEXITY, NextToken
+from partita.evaluation.outcomes import Totals
+from partita.record.metric import Metric
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
-WORDS = "words"
+WORDS = "words"  # the number of words of a target that ROUGE compares
+TEXT_SCORES = (*ROUGE, WORDS, "exact_match")
 ROUGE_L = Metric("rougeL")
 EXACT_MATCH = Metric("exact_match")
 
@@ -48,7 +55,7 @@ class ModelPredictions(Predictions):
 
 
 @dataclass(frozen=True)
-class GeneratedText:
+class GeneratedText(NextToken):
     """Loss and perplexity over all target tokens, and ROUGE F-measures and exact match of greedily generated texts.
 
     ROUGE compares words of Latin letters and digits in lower case, without stemming. It is omitted if no target has
@@ -65,15 +72,7 @@ class GeneratedText:
     max_new_tokens: int = 64
     examples: int | None = None
 
-    primary: ClassVar[Metric] = ROUGE_L
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        *map(Metric, ROUGE[:2]),
-        ROUGE_L,
-        EXACT_MATCH,
-        LOSS,
-        PERPLEXITY,
-    )
-    batch: ClassVar[int] = 16  # logits are as wide as the vocabulary
+    metrics: ClassVar[tuple[Metric, ...]] = (ROUGE_L, *map(Metric, ROUGE[:2]), EXACT_MATCH, LOSS, PERPLEXITY)
 
     def check(self) -> None:
         """Raise an EvaluationError if the package rouge-score is not installed."""
@@ -82,61 +81,32 @@ class GeneratedText:
                 "scores of generated texts need the package 'rouge-score': pip install 'partita[text]'"
             )
 
-    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
+    def keep(self, batch: Predictions, first: int, details: bool) -> Kept:
         self.check()
-        texts: list[str] = []
-        truths: list[str] = []
-        mean = MeanPerToken()
-        for batch in batches:
-            mean.add(batch)
-            count = len(batch.targets)
-            wanted = count if self.examples is None else min(count, self.examples - len(texts))
-            if wanted > 0:
-                assert isinstance(batch, ModelPredictions), "evaluate() gives predictions that can generate"
-                generated, targets = batch.generate(wanted, self.max_new_tokens)
-                texts += generated
-                truths += targets
-        return {**rouge(texts, truths), "exact_match": exact_match(texts, truths), **mean.scores()}
+        assert isinstance(batch, ModelPredictions), "evaluate() gives predictions that can generate"
+        count = len(batch.targets)
+        wanted = count if self.examples is None else max(0, min(count, self.examples - first))
+        scores = torch.zeros(len(TEXT_SCORES), count, dtype=torch.double)
+        if wanted:
+            texts, truths = batch.generate(wanted, self.max_new_tokens)
+            rows = [scored(*pair) for pair in zip(texts, truths, strict=True)]
+            scores[:, :wanted] = torch.tensor(rows, dtype=torch.double).T
+        return {
+            **super().keep(batch, first, details),
+            "scored": torch.arange(count) < wanted,
+            **dict(zip(TEXT_SCORES, scores, strict=True)),
+        }
 
-    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return None
-
-
-def exact_match(texts: Sequence[str], truths: Sequence[str]) -> float:
-    """Return the share of texts that equal their target, apart from white space at both ends."""
-    return sum(map(match, texts, truths)) / len(texts)
+    def formula(self, totals: Totals, classes: Sequence[str]) -> dict[str, Floats]:
+        found = super().formula(totals, classes)
+        words = found.pop(WORDS)
+        return found | {name: np.where(words > 0, found[name], np.nan) for name in ROUGE}
 
 
-def match(text: str, truth: str) -> bool:
-    """Return whether a text equals its target, apart from white space at both ends."""
-    return text.strip() == truth.strip()
-
-
-def rouge(texts: Sequence[str], truths: Sequence[str]) -> dict[str, float]:
-    """Return the mean ROUGE F-measures; none if no target has a word of Latin letters or digits.
-
-    Args:
-        texts: The generated texts.
-        truths: The target of each.
-    """
-    rows = rouge_rows(texts, truths)
-    if not any(row[WORDS] for row in rows):
-        return {}
-    return {name: sum(row[name] for row in rows) / len(rows) for name in ROUGE}
-
-
-def rouge_rows(texts: Sequence[str], truths: Sequence[str]) -> list[dict[str, float]]:
-    """Return the ROUGE F-measures of each text, and the number of "words" of its target that they compare.
-
-    Args:
-        texts: The generated texts.
-        truths: The target of each.
-    """
+def scored(text: str, truth: str) -> tuple[float, ...]:
+    """Return `TEXT_SCORES` of a text."""
     from rouge_score import rouge_scorer, tokenizers
 
     words = tokenizers.DefaultTokenizer(use_stemmer=False)
-    scorer = rouge_scorer.RougeScorer(ROUGE, tokenizer=words)
-    return [
-        {**{name: row[name].fmeasure for name in ROUGE}, WORDS: len(words.tokenize(truth))}
-        for truth, row in ((truth, scorer.score(truth, text)) for text, truth in zip(texts, truths, strict=True))
-    ]
+    rouge = rouge_scorer.RougeScorer(ROUGE, tokenizer=words).score(truth, text)
+    return *(rouge[name].fmeasure for name in ROUGE), len(words.tokenize(truth)), text.strip() == truth.strip()

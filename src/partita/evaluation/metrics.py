@@ -1,46 +1,24 @@
-"""Evaluators for each kind of task. scikit-learn is imported on first use."""
+"""Evaluators of classes, entities, next tokens and numbers."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from partita.core.data import IGNORE_INDEX
-from partita.evaluation import ranking
-from partita.evaluation.calibration import Calibration
-from partita.evaluation.entities import Counts, TagScheme
-
-Area = Callable[[NDArray[Any], NDArray[Any], ranking.Floats], ranking.Floats]  # of `ranking`
-
-
-class EvaluationError(ValueError):
-    """A score cannot be computed."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A score.
-
-    Attributes:
-        name: Name in rows and reports.
-        higher_is_better: Direction.
-        fraction: Whether all values are in [0, 1]. Reports show fractions in percent.
-    """
-
-    name: str
-    higher_is_better: bool = True
-    fraction: bool = True
-
-    def worst_tenth(self, values: Sequence[float]) -> list[float]:
-        """Return the worst tenth of the clients' values, at least one, the worst first."""
-        return sorted(values, reverse=not self.higher_is_better)[: math.ceil(len(values) / 10)]
-
+from partita.evaluation.bootstrap import Floats
+from partita.evaluation.by_example import ByExample, Kept, bins_block, counted, mean_of, means
+from partita.evaluation.calibration import calibration_error
+from partita.evaluation.confusion import confusion_matrix
+from partita.evaluation.entities import TagScheme
+from partita.evaluation.evaluator import Predictions, by_type, type_score, without_types
+from partita.evaluation.outcomes import Columns, Confusion, Ranked, Totals, by_class, class_mean, ratio
+from partita.record.metric import ACCURACY, Metric
 
 LOSS = Metric("loss", higher_is_better=False, fraction=False)
 PERPLEXITY = Metric("perplexity", higher_is_better=False, fraction=False)
@@ -48,145 +26,116 @@ MSE = Metric("mse", higher_is_better=False, fraction=False)
 MAE = Metric("mae", higher_is_better=False, fraction=False)
 ECE = Metric("ece", higher_is_better=False)
 R2 = Metric("r2", fraction=False)  # at most 1, and negative if the mean of the targets would be a better prediction
+MACRO_F1, MICRO_F1, AUROC = map(Metric, ("macro_f1", "micro_f1", "auroc"))
+MACRO_AUPRC, MICRO_AUPRC = map(Metric, ("macro_auprc", "micro_auprc"))
+# Scores of a test on classes that no client trained on; its harmonic mean is with the score on the others.
+NEW_CLASS_METRICS = (Metric("new_accuracy"), Metric("harmonic_mean"))
+TYPE_SCORES = ("precision", "recall", "f1", "relaxed_f1")  # the scores of a single entity type
 
 
 @dataclass(frozen=True)
-class Predictions:
-    """Logits, targets and losses of a batch.
-
-    Attributes:
-        logits: The model's logits, (example, ...).
-        targets: The targets, (example, ...).
-        losses: The loss of each example, (example,).
-    """
-
-    logits: torch.Tensor
-    targets: torch.Tensor
-    losses: torch.Tensor
-
-
-class Evaluator(Protocol):
-    """Computes scores from batches of predictions. Scores that are undefined for the examples are omitted.
-
-    Besides its `metrics`, an evaluator may return scores of single entity types, named as by `type_score`. They say
-    more about the examples than other scores, so they are computed everywhere but leave no client.
-    """
-
-    @property
-    def primary(self) -> Metric:
-        """The metric that a run is judged by."""
-        ...
-
-    @property
-    def metrics(self) -> tuple[Metric, ...]:
-        """All metrics that it can return."""
-        ...
-
-    @property
-    def batch(self) -> int:
-        """The batch size for evaluation."""
-        ...
-
-    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]: ...
-
-    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return what is predicted and what is true, each (decision, ...); None if nothing is classified.
-
-        A decision is the class of an example or of a token, or the set of labels of an example.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Accuracy, calibration error and mean loss only: cheap for large test sets."""
-
-    primary: ClassVar[Metric] = Metric("accuracy")
-    metrics: ClassVar[tuple[Metric, ...]] = (Metric("accuracy"), ECE, LOSS)
-    batch: ClassVar[int] = 512  # large, because no activations are kept for a backward pass
-
-    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        calibration = Calibration()
-        loss: list[torch.Tensor] = []
-        count = 0
-        for batch in batches:
-            calibration.add(batch.logits, batch.targets)
-            loss.append(batch.losses.sum())
-            count += len(batch.targets)
-        return {**calibration.scores(), "loss": sum(torch.stack(loss).tolist()) / count}
-
-    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return batch.logits.argmax(-1), batch.targets
-
-
-@dataclass(frozen=True)
-class SingleLabel:
+class SingleLabel(ByExample):
     """Single-label classification. Macro averages are over the classes that occur. AUROC is one-vs-rest."""
 
-    primary: ClassVar[Metric] = Metric("accuracy")
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("accuracy"),
-        Metric("macro_f1"),
-        Metric("micro_f1"),
-        Metric("auroc"),
-        ECE,
-        LOSS,
-    )
-    batch: ClassVar[int] = 64
+    metrics: ClassVar[tuple[Metric, ...]] = (ACCURACY, ECE, MACRO_F1, MICRO_F1, AUROC, LOSS)
+    whole: ClassVar[bool] = True
 
-    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        logits, targets, loss = _gathered(batches)
-        guesses = logits.argmax(1)
-        calibration = Calibration()
-        calibration.add(logits, targets)
-        truth = torch.nn.functional.one_hot(targets, logits.shape[1])  # (example, class)
-        return {
-            **calibration.scores(),
-            **_f1(targets.numpy(), guesses.numpy()),
-            **_auroc(truth.numpy(), logits.double().softmax(1).numpy()),
-            "loss": loss,
+    def keep(self, batch: Predictions, first: int, details: bool) -> Kept:
+        logits, targets = batch.logits, batch.targets
+        guesses = logits.argmax(-1)
+        top = logits.gather(-1, guesses.unsqueeze(-1)).squeeze(-1)
+        sure = (top - logits.logsumexp(-1)).exp()
+        kept = {"guesses": guesses, "sure": sure, "targets": targets, "losses": batch.losses}
+        if details:
+            kept["brier"] = _squared(logits, targets)
+        return {**kept, "logits": logits} if details or self.whole else kept
+
+    def columns(self, kept: Kept) -> Columns:
+        guesses, targets = kept["guesses"], kept["targets"]
+        right, rows, count = guesses == targets, torch.arange(len(targets)), len(targets)
+        columns = {
+            "accuracy": mean_of(right),
+            "loss": mean_of(kept["losses"]),
+            "bins": bins_block(rows, kept["sure"], right, count),
         }
+        if "brier" in kept:
+            columns["brier"] = mean_of(kept["brier"])
+        if "logits" in kept:
+            shape = (count, kept["logits"].shape[1])
+            columns["true"] = counted(rows, targets, shape)
+            columns["predicted"] = counted(rows, guesses, shape)
+            columns["hits"] = counted(rows[right], targets[right], shape)
+        return columns
+
+    def formula(self, totals: Totals, classes: Sequence[str]) -> dict[str, Floats]:
+        return {
+            **means(totals, "accuracy", "loss", "brier"),
+            **_class_scores(totals, classes),
+            **calibration_error(totals),
+        }
+
+    def others(self, kept: Kept, classes: Sequence[str]) -> tuple[Ranked, ...]:
+        if "logits" not in kept:
+            return ()
+        logits = kept["logits"]
+        truth = torch.nn.functional.one_hot(kept["targets"], logits.shape[1]).bool()
+        return (Ranked(truth.numpy(), logits.softmax(1).numpy(), classes, precision=False),)
+
+    def confusion(self, kept: Kept, classes: tuple[str, ...]) -> Confusion:
+        return Confusion(classes, _pairs(kept["targets"], kept["guesses"], len(classes)), "examples")
 
     def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         return batch.logits.argmax(-1), batch.targets
 
 
 @dataclass(frozen=True)
-class MultiLabel:
+class Accuracy(SingleLabel):
+    """Accuracy, calibration error and mean loss only: cheap for large test sets."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (ACCURACY, ECE, LOSS)
+    batch: ClassVar[int] = 512  # large, because no activations are kept for a backward pass
+    whole: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class MultiLabel(ByExample):
     """Multi-label classification. Macro averages are over the classes that occur.
 
     F1 is for the threshold 0.5. AUROC and AUPRC need none; AUPRC is the average precision, and its micro average ranks
     all pairs of an example and a class in one list.
     """
 
-    primary: ClassVar[Metric] = Metric("micro_f1")
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("macro_f1"),
-        Metric("micro_f1"),
-        Metric("auroc"),
-        Metric("macro_auprc"),
-        Metric("micro_auprc"),
-        LOSS,
-    )
-    batch: ClassVar[int] = 64
+    metrics: ClassVar[tuple[Metric, ...]] = (MICRO_F1, MACRO_F1, AUROC, MACRO_AUPRC, MICRO_AUPRC, LOSS)
+    whole: ClassVar[bool] = True
 
-    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        logits, targets, loss = _gathered(batches)
-        truth = targets.long().numpy()  # (example, class)
-        scores = logits.double().numpy()
-        return {
-            **_f1(truth, (logits > 0).long().numpy()),
-            **_auroc(truth, scores),
-            **_auprc(truth, scores),
-            "loss": loss,
-        }
+    def keep(self, batch: Predictions, first: int, details: bool) -> Kept:
+        kept = {"logits": batch.logits, "targets": batch.targets, "losses": batch.losses}
+        return {**kept, "chances": batch.logits.double().sigmoid()} if details else kept
+
+    def columns(self, kept: Kept) -> Columns:
+        truth, told = kept["targets"].bool(), kept["logits"] > 0  # (example, class)
+        columns = {"loss": mean_of(kept["losses"])}
+        for name, chosen in (("true", truth), ("predicted", told), ("hits", truth & told)):
+            rows, places = chosen.nonzero(as_tuple=True)
+            columns[name] = counted(rows, places, (len(chosen), chosen.shape[1]))
+        if "chances" in kept:
+            chances, rows = kept["chances"], torch.arange(len(truth)).unsqueeze(1).expand_as(truth)
+            columns["brier"] = mean_of((chances - truth.double()).square().mean(1))
+            columns["bins"] = bins_block(rows.reshape(-1), chances.reshape(-1), truth.reshape(-1), len(truth))
+        return columns
+
+    def formula(self, totals: Totals, classes: Sequence[str]) -> dict[str, Floats]:
+        return {**means(totals, "loss", "brier"), **_class_scores(totals, classes), **calibration_error(totals)}
+
+    def others(self, kept: Kept, classes: Sequence[str]) -> tuple[Ranked, ...]:
+        return (Ranked(kept["targets"].bool().numpy(), kept["logits"].numpy(), classes, precision=True),)
 
     def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         return (batch.logits > 0).long(), batch.targets.long()  # (example, class)
 
 
 @dataclass(frozen=True)
-class Entities:
+class Entities(ByExample):
     """Entity scores from BIO tags, of all types together and of each type.
 
     Strict matching is as in seqeval's strict mode: the type and all words of an entity must match. Relaxed matching is
@@ -199,201 +148,177 @@ class Entities:
 
     tags: tuple[str, ...]
 
-    primary: ClassVar[Metric] = Metric("f1")
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("precision"),
-        Metric("recall"),
-        Metric("f1"),
-        Metric("relaxed_precision"),
-        Metric("relaxed_recall"),
-        Metric("relaxed_f1"),
-        Metric("accuracy"),
+        *map(Metric, ("f1", "precision", "recall", "relaxed_precision", "relaxed_recall", "relaxed_f1")),
+        ACCURACY,
         LOSS,
     )
-    batch: ClassVar[int] = 64
 
-    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        scheme, mean = TagScheme(self.tags), MeanPerToken()
-        counts = [Counts() for _ in scheme.types]
-        right = 0
-        for batch in batches:
-            mean.add(batch)
-            predicted, targets = batch.logits.argmax(-1).cpu(), batch.targets.cpu()  # (example, token)
-            valid = targets != IGNORE_INDEX
-            right += int(((predicted == targets) & valid).sum())
-            first = (valid & (valid.cumsum(1) == 1))[valid].numpy()  # (token,)
-            true, told = (scheme.spans(tags[valid].numpy(), first) for tags in (targets, predicted))
-            counts = [old + new for old, new in zip(counts, scheme.count(true, told), strict=True)]
-        scores = {"accuracy": right / mean.count, "loss": mean.value} if mean.count else {}
-        return {**sum(counts, Counts()).scores(), **scores, **_by_type(scheme.types, counts)}
+    def keep(self, batch: Predictions, first: int, details: bool) -> Kept:
+        logits, targets = batch.logits, batch.targets  # (example, token, class), (example, token)
+        kept = {"guesses": logits.argmax(-1), "targets": targets, "losses": batch.losses}
+        if not details:
+            return kept
+        top = logits.double().amax(-1) - logits.double().logsumexp(-1)
+        squared = _squared(logits, targets.clamp(min=0)) * (targets != IGNORE_INDEX)
+        return {**kept, "sure": top.exp(), "squared": squared.sum(1)}
+
+    def columns(self, kept: Kept) -> Columns:
+        guesses, targets = kept["guesses"], kept["targets"]
+        valid = targets != IGNORE_INDEX
+        number, right, rows = valid.sum(1), (guesses == targets) & valid, valid.nonzero()[:, 0]
+        first = (valid & (valid.cumsum(1) == 1))[valid].numpy()  # (token,)
+        scheme = TagScheme(self.tags)
+        true, told = (scheme.spans(tags[valid].numpy(), first) for tags in (targets, guesses))
+        columns = {
+            "accuracy": mean_of(right.sum(1), number),
+            "loss": mean_of(kept["losses"] * number, number),
+            "entities": scheme.count(true, told, rows.numpy(), len(targets)).reshape(-1, 4 * len(scheme.types)),
+        }
+        if "sure" in kept:
+            columns["brier"] = mean_of(kept["squared"], number)
+            columns["bins"] = bins_block(rows, kept["sure"][valid], right[valid], len(targets))
+        return columns
+
+    def formula(self, totals: Totals, classes: Sequence[str]) -> dict[str, Floats]:
+        types, sums = TagScheme(self.tags).types, totals["entities"]
+        own = sums.reshape(len(sums), len(types), 4)  # (weighting, type, count)
+        of_types = {"entities": own[..., 0], **_entity_scores(own)}
+        found = {
+            **means(totals, "accuracy", "loss", "brier"),
+            **_entity_scores(own.sum(1)),
+            **calibration_error(totals),
+        }
+        for metric in ("entities", *TYPE_SCORES):
+            found |= by_class(metric, types, of_types[metric])
+        return found
+
+    def titles(self, classes: tuple[str, ...]) -> tuple[str, ...]:
+        return TagScheme(self.tags).types
+
+    def confusion(self, kept: Kept, classes: tuple[str, ...]) -> Confusion:
+        scheme, valid = TagScheme(self.tags), kept["targets"] != IGNORE_INDEX
+        kinds = torch.from_numpy(scheme.type_of) + 1  # 0 is no entity
+        true, told = (kinds[kept[name][valid]] for name in ("targets", "guesses"))
+        return Confusion(("O", *scheme.types), _pairs(true, told, 1 + len(scheme.types)), "words")
 
     def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         valid = batch.targets != IGNORE_INDEX
         return batch.logits.argmax(-1)[valid], batch.targets[valid]  # (token,)
 
+    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
+        scores = super().__call__(batches)
+        types = {
+            name: {**own, "entities": int(own["entities"])} for name, own in by_type(scores).items() if "f1" in own
+        }
+        found = {type_score(metric, name): value for name, own in types.items() for metric, value in own.items()}
+        return without_types(scores) | found  # without types that neither occur nor are predicted
+
 
 @dataclass(frozen=True)
-class NextToken:
-    """Mean loss per token, and its exponential, the perplexity."""
+class NextToken(ByExample):
+    """Mean loss per token, and its exponential, the perplexity. Other evaluators add means over examples."""
 
-    primary: ClassVar[Metric] = PERPLEXITY
-    metrics: ClassVar[tuple[Metric, ...]] = (LOSS, PERPLEXITY)
+    metrics: ClassVar[tuple[Metric, ...]] = (PERPLEXITY, LOSS)
     batch: ClassVar[int] = 16  # logits are as wide as the vocabulary
 
-    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        mean = MeanPerToken()
-        for batch in batches:
-            mean.add(batch)
-        return mean.scores()
+    def keep(self, batch: Predictions, first: int, details: bool) -> Kept:
+        return {"tokens": (batch.targets != IGNORE_INDEX).sum(1), "losses": batch.losses}
 
-    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return None
+    def columns(self, kept: Kept) -> Columns:
+        added = kept.keys() - {"tokens", "losses", "scored"}
+        return {
+            **{name: mean_of(kept[name], kept.get("scored")) for name in kept if name in added},
+            "loss": mean_of(kept["losses"] * kept["tokens"], kept["tokens"]),
+        }
+
+    def formula(self, totals: Totals, classes: Sequence[str]) -> dict[str, Floats]:
+        found = means(totals, *totals)
+        loss, count = found["loss"], totals["loss"][:, 0]
+        with np.errstate(over="ignore"):
+            perplexity = np.where(loss < 700, np.exp(loss), np.inf)
+        return {**found, "perplexity": np.where(count > 0, perplexity, np.nan)}
+
+    def titles(self, classes: tuple[str, ...]) -> tuple[str, ...]:
+        return ()
 
 
 @dataclass(frozen=True)
-class Regression:
+class Regression(ByExample):
     """Errors in the units of the targets, as means over targets. R² is a mean over the targets that vary."""
 
-    # Not R²: it is undefined for a single example, and a client whose targets hardly vary would dominate every mean.
-    primary: ClassVar[Metric] = MSE
+    # Not R² first: it is undefined for a single example, and a client whose targets hardly vary would dominate means.
     metrics: ClassVar[tuple[Metric, ...]] = (MSE, MAE, R2, LOSS)
-    batch: ClassVar[int] = 64
+    whole: ClassVar[bool] = True
 
-    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        predictions, targets, loss = _gathered(batches)
-        errors, targets = predictions.double() - targets.double(), targets.double()  # (example, target)
+    def keep(self, batch: Predictions, first: int, details: bool) -> Kept:
+        return {"guesses": batch.logits, "targets": batch.targets, "losses": batch.losses}
+
+    def columns(self, kept: Kept) -> Columns:
+        errors = kept["guesses"] - kept["targets"]  # (example, target)
+        centered = kept["targets"] - kept["targets"].mean(0)  # for precision
         return {
-            "mse": float(errors.square().mean()),
-            "mae": float(errors.abs().mean()),
-            **_r2(errors, targets),
-            "loss": loss,
+            "mse": mean_of(errors.square()),
+            "mae": mean_of(errors.abs()),
+            "loss": mean_of(kept["losses"]),
+            "targets": mean_of(centered),
+            "spread": mean_of(centered.square()),
         }
 
-    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return None
+    def formula(self, totals: Totals, classes: Sequence[str]) -> dict[str, Floats]:
+        mse, mae, center, square = (
+            ratio(totals[name][:, 1:], totals[name][:, :1]) for name in ("mse", "mae", "targets", "spread")
+        )  # (weighting, target)
+        spread = square - center**2
+        varies = spread > 1e-12 * square.clip(min=1e-300)
+        r2 = np.where(varies, 1 - ratio(mse, np.where(varies, spread, np.nan)), np.nan)
+        found = {
+            **means(totals, "loss"),
+            "mse": mse.mean(1),
+            "mae": mae.mean(1),
+            "r2": np.where(np.isfinite(mse).all(1), class_mean(r2), np.nan),
+        }
+        return found | by_class("mse", classes, mse) | by_class("mae", classes, mae) | by_class("r2", classes, r2)
+
+    def titles(self, classes: tuple[str, ...]) -> tuple[str, ...]:
+        return classes if len(classes) > 1 else ()
 
 
-# Scores of a test on classes that no client trained on; its harmonic mean is with the score on the others.
-NEW_CLASS_METRICS = (Metric("new_accuracy"), Metric("harmonic_mean"))
-METRIC_NAMES = tuple(
-    dict.fromkeys(
-        metric.name
-        for metrics in (
-            *(each.metrics for each in (Accuracy, SingleLabel, MultiLabel, Entities, NextToken, Regression)),
-            NEW_CLASS_METRICS,
-        )
-        for metric in metrics
-    )
-)
+def _squared(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the squared distance of the probabilities from the truth, of which the Brier score is the mean."""
+    return (logits.double().softmax(-1) - torch.nn.functional.one_hot(targets, logits.shape[-1])).square().sum(-1)
 
 
-class MeanPerToken:
-    """Turns per-example mean losses into the mean over all tokens."""
-
-    def __init__(self) -> None:
-        self.total, self.count = 0.0, 0
-
-    def add(self, predictions: Predictions) -> None:
-        counts = (predictions.targets != IGNORE_INDEX).sum(1)  # (example,)
-        self.total += float((predictions.losses * counts).sum())
-        self.count += int(counts.sum())
-
-    @property
-    def value(self) -> float:
-        return self.total / self.count
-
-    def scores(self) -> dict[str, float]:
-        """Return "loss" and its exponential, "perplexity"."""
-        return {"loss": self.value, "perplexity": math.exp(self.value) if self.value < 700 else math.inf}
+def _pairs(true: torch.Tensor, predicted: torch.Tensor, size: int) -> NDArray[np.int64]:
+    """Return how often each true class was predicted as each class, (true class, predicted class)."""
+    return confusion_matrix(predicted, true, size).numpy()
 
 
-def _gathered(batches: Iterator[Predictions]) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return the logits, targets and mean loss of all examples."""
-    outputs = [(batch.logits.cpu(), batch.targets.cpu(), batch.losses.cpu()) for batch in batches]
-    logits, targets, losses = (torch.cat(parts) for parts in zip(*outputs, strict=True))
-    return logits, targets, float(losses.double().mean())
-
-
-def _f1(truth: NDArray[Any], guesses: NDArray[Any]) -> dict[str, float]:
-    """Return the mean F1 over the classes that occur, and the F1 of all classes pooled; nothing if none occurs.
-
-    Args:
-        truth: One class per example, (example,); or whether each class is a label, (example, class).
-        guesses: Likewise.
-    """
-    if truth.ndim == 1:
-        count = 1 + max(truth.max(), guesses.max())
-        hits, *both = (np.bincount(each, minlength=count) for each in (truth[truth == guesses], truth, guesses))
-    else:
-        hits, *both = ((truth & guesses).sum(0), truth.sum(0), guesses.sum(0))
-    found = both[0] + both[1]
-    occurring = found > 0
-    if not occurring.any():
+def _class_scores(totals: Totals, classes: Sequence[str]) -> dict[str, Floats]:
+    """Return F1 of all classes and scores of each, if labels are counted. Scores of a class that is absent are NaN."""
+    if "true" not in totals:
         return {}
-    macro = float(np.mean(2 * hits[occurring] / found[occurring]))
-    return {"macro_f1": macro, "micro_f1": float(2 * hits.sum() / found.sum())}
-
-
-def _auroc(truth: NDArray[Any], scores: NDArray[Any]) -> dict[str, float]:
-    """Return the mean AUROC over the classes with both positive and negative examples."""
-    both = np.flatnonzero(truth.any(0) & ~truth.all(0))
-    if not len(both) or not np.isfinite(scores).all():
-        return {}
-    return {"auroc": _class_mean(ranking.auroc, truth, scores, both)}
-
-
-def _auprc(truth: NDArray[Any], scores: NDArray[Any]) -> dict[str, float]:
-    """Return the mean average precision over the classes with positive examples, and the one of all classes pooled."""
-    occurring = np.flatnonzero(truth.any(0))
-    if not len(occurring) or not np.isfinite(scores).all():
-        return {}
-    pooled = ranking.average_precision(truth.ravel(), scores.ravel(), np.ones((1, truth.size)))
-    mean = _class_mean(ranking.average_precision, truth, scores, occurring)
-    return {"macro_auprc": mean, "micro_auprc": float(pooled[0])}
-
-
-def _class_mean(area: Area, truth: NDArray[Any], scores: NDArray[Any], classes: NDArray[np.intp]) -> float:
-    """Return the mean over some classes of (example, class)."""
-    once = np.ones((1, len(truth)))
-    return float(np.mean([area(truth[:, place], scores[:, place], once)[0] for place in classes]))
-
-
-def _r2(errors: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-    """Return the mean R² over the targets that vary. For a constant target it is undefined."""
-    varies = targets.amin(0) < targets.amax(0)  # (target,)
-    deviations = (targets - targets.mean(0)).square().sum(0)[varies]
-    value = float((1 - errors.square().sum(0)[varies] / deviations).mean())  # NaN if no target varies
-    return {"r2": value} if math.isfinite(value) else {}
-
-
-TYPE_SCORES = ("precision", "recall", "f1", "relaxed_f1")  # the scores of a single entity type
-_SEPARATOR = "/"  # no metric has it in its name
-
-
-def type_score(metric: str, entity_type: str) -> str:
-    """Return the name of a score of one entity type."""
-    return f"{metric}{_SEPARATOR}{entity_type}"
-
-
-def without_types(scores: Mapping[str, float]) -> dict[str, float]:
-    """Return the scores that are not of a single entity type."""
-    return {name: value for name, value in scores.items() if _SEPARATOR not in name}
-
-
-def by_type(scores: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return the scores of single entity types, by type and metric. "entities" is the number of true entities."""
-    types: dict[str, dict[str, float]] = {}
-    for name, value in scores.items():
-        metric, separator, entity_type = name.partition(_SEPARATOR)
-        if separator:
-            types.setdefault(entity_type, {})[metric] = value
-    return types
-
-
-def _by_type(types: Sequence[str], counts: Sequence[Counts]) -> dict[str, float]:
+    hits, true, predicted = totals["hits"], totals["true"], totals["predicted"]  # (weighting, class)
+    both = true + predicted
+    f1 = ratio(2 * hits, both)
+    precision, recall = (np.where(both > 0, ratio(hits, of, 0.0), np.nan) for of in (predicted, true))
     return {
-        type_score(metric, entity_type): value
-        for entity_type, of_type in zip(types, counts, strict=True)
-        if (scores := of_type.scores())
-        for metric, value in (("entities", of_type.true), *((name, scores[name]) for name in TYPE_SCORES))
+        "macro_f1": class_mean(f1),
+        "micro_f1": ratio(2 * hits.sum(1), both.sum(1)),
+        **by_class("examples", classes, true),
+        **by_class("precision", classes, precision),
+        **by_class("recall", classes, recall),
+        **by_class("f1", classes, f1),
     }
+
+
+def _entity_scores(counts: Floats) -> dict[str, Floats]:
+    """Return the scores of strict and of relaxed matching from counts of entities, (..., 4) as in `TagScheme.count`."""
+    true, predicted, *right = np.moveaxis(counts, -1, 0)
+    defined, scores = true + predicted > 0, {}
+    for prefix, hits in zip(("", "relaxed_"), right, strict=True):
+        precision, recall = ratio(hits, predicted, 0.0), ratio(hits, true, 0.0)
+        f1 = ratio(2 * precision * recall, precision + recall, 0.0)
+        for metric, values in (("precision", precision), ("recall", recall), ("f1", f1)):
+            scores[prefix + metric] = np.where(defined, values, np.nan)
+    return scores

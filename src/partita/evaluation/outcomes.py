@@ -7,21 +7,29 @@ examples instead. The user's own metrics are computed again for each resample.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from partita.core.data import IGNORE_INDEX
 from partita.evaluation import ranking
 from partita.evaluation.bootstrap import Floats, Ints
 from partita.evaluation.calibration import BINS, Reliability
-from partita.evaluation.metrics import Predictions, type_score
+from partita.evaluation.evaluator import Evaluator, Predictions, type_score
 
+Columns = Mapping[str, Any]  # blocks of numbers of each example, (example, column): NumPy arrays or scipy.sparse ones
 Totals = Mapping[str, Floats]  # sums over examples of each block of columns, (weighting, column)
 Formula = Callable[[Totals], dict[str, Floats]]
+
+
+def weighted_sums(columns: Columns, weights: Floats) -> Totals:
+    """Return the weighted sums of all columns, each (weighting, column)."""
+    with np.errstate(invalid="ignore", over="ignore"):  # of a diverged model
+        return {name: (block.T @ weights.T).T for name, block in columns.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,31 +52,25 @@ class Outcomes:
     """The outcomes of a model on examples; a `Statistic`.
 
     Attributes:
-        columns: Blocks of numbers of each example, (example, column), that scores need the sums of.
-        formulas: Compute scores from the sums.
+        columns: What scores need the sums of.
+        formula: Computes scores from the sums.
         others: Statistics that are no functions of sums.
         classes: Names of the classes, entity types or targets that have scores of their own, such as "f1/cat".
         confusion: Confusion of all examples; None if nothing is classified, or several labels at once.
     """
 
-    columns: Mapping[str, Any]  # scipy.sparse.csr_array
-    formulas: tuple[Formula, ...]
+    columns: Columns
+    formula: Formula
     others: tuple[Ranked | Recomputed, ...] = ()
     classes: tuple[str, ...] = ()
     confusion: Confusion | None = None
 
     def __len__(self) -> int:
-        return int(next(iter(self.columns.values())).shape[0])
-
-    def totals(self, weights: Floats) -> Totals:
-        """Return the weighted sums of all columns, each (weighting, column)."""
-        return {name: (block.T @ weights.T).T for name, block in self.columns.items()}
+        held = next(iter(self.columns.values()), None)
+        return len(self.others[0]) if held is None else int(held.shape[0])
 
     def __call__(self, weights: Floats) -> dict[str, Floats]:
-        totals = self.totals(weights)
-        scores: dict[str, Floats] = {}
-        for formula in self.formulas:
-            scores |= formula(totals)
+        scores = self.formula(weighted_sums(self.columns, weights))
         for other in self.others:
             scores |= other(weights)
         return scores
@@ -76,14 +78,14 @@ class Outcomes:
     def select(self, rows: Ints) -> Outcomes:
         """Return the outcomes of some examples, without their confusion."""
         columns = {name: block[rows] for name, block in self.columns.items()}
-        return Outcomes(columns, self.formulas, tuple(other.select(rows) for other in self.others), self.classes)
+        return Outcomes(columns, self.formula, tuple(other.select(rows) for other in self.others), self.classes)
 
     def reliability(self) -> Reliability | None:
         """Return how sure the model is and how often it is right; None if it gives no probabilities."""
         if "bins" not in self.columns:
             return None
-        bins = self.totals(np.ones((1, len(self))))["bins"][0].reshape(3, BINS)
-        return Reliability(*bins)
+        sums = weighted_sums({"bins": self.columns["bins"]}, np.ones((1, len(self))))["bins"]
+        return Reliability(*sums.reshape(3, BINS)) if np.isfinite(sums).all() else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +94,7 @@ class Ranked:
 
     truth: NDArray[np.bool_]
     scores: Floats
-    classes: tuple[str, ...]
+    classes: Sequence[str]
     precision: bool
 
     def __len__(self) -> int:
@@ -101,14 +103,13 @@ class Ranked:
     def __call__(self, weights: Floats) -> dict[str, Floats]:
         if not np.isfinite(self.scores).all():
             return {}
-        pairs = list(zip(self.truth.T, self.scores.T, strict=True))
-        areas = np.stack([ranking.auroc(truth, scores, weights) for truth, scores in pairs], 1)  # (weighting, class)
+        areas = self._by_class(ranking.auroc, weights, np.asarray(self.truth.any(0) & ~self.truth.all(0)))
         found = {"auroc": class_mean(areas), **by_class("auroc", self.classes, areas)}
         if not self.precision:
             return found
-        precisions = np.stack([ranking.average_precision(truth, scores, weights) for truth, scores in pairs], 1)
+        precisions = self._by_class(ranking.average_precision, weights, np.asarray(self.truth.any(0)))
         pooled = ranking.average_precision(
-            self.truth.ravel(), self.scores.ravel(), np.repeat(weights, len(self.classes), 1)
+            self.truth.ravel(), self.scores.ravel(), np.repeat(weights, self.truth.shape[1], 1)
         )
         return {
             **found,
@@ -116,6 +117,13 @@ class Ranked:
             "micro_auprc": pooled,
             **by_class("auprc", self.classes, precisions),
         }
+
+    def _by_class(self, area: ranking.Area, weights: Floats, defined: NDArray[np.bool_]) -> Floats:
+        """Return the area of each class in which it is defined, (weighting, class)."""
+        found = np.full((len(weights), len(defined)), np.nan)
+        for place in np.flatnonzero(defined):
+            found[:, place] = area(self.truth[:, place], self.scores[:, place], weights)
+        return found
 
     def select(self, rows: Ints) -> Ranked:
         return Ranked(self.truth[rows], self.scores[rows], self.classes, self.precision)
@@ -126,12 +134,10 @@ class Recomputed:
     """Scores of any function of predictions, computed again for each resample."""
 
     function: Callable[[Predictions], Mapping[str, float]]
-    logits: torch.Tensor
-    targets: torch.Tensor
-    losses: torch.Tensor
+    seen: Predictions
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return len(self.seen.targets)
 
     def __call__(self, weights: Floats) -> dict[str, Floats]:
         rows = [self._scores(np.repeat(np.arange(len(self)), row.astype(np.int64))) for row in weights]
@@ -139,12 +145,53 @@ class Recomputed:
         return {name: np.array([row.get(name, np.nan) for row in rows]) for name in names}
 
     def _scores(self, rows: Ints) -> Mapping[str, float]:
-        chosen = torch.from_numpy(rows)
-        return self.function(Predictions(self.logits[chosen], self.targets[chosen], self.losses[chosen]))
+        return self.function(self.select(rows).seen)
 
     def select(self, rows: Ints) -> Recomputed:
-        chosen = torch.from_numpy(rows)
-        return Recomputed(self.function, self.logits[chosen], self.targets[chosen], self.losses[chosen])
+        chosen, seen = torch.from_numpy(rows), self.seen
+        return Recomputed(self.function, Predictions(seen.logits[chosen], seen.targets[chosen], seen.losses[chosen]))
+
+
+@runtime_checkable
+class KeepsOutcomes(Protocol):
+    """An evaluator that says what to keep of each example. One that does not is called again for each resample."""
+
+    def outcomes(self, batches: Iterator[Predictions], classes: tuple[str, ...]) -> Outcomes: ...
+
+
+def outcomes(evaluator: Evaluator, batches: Iterator[Predictions], classes: tuple[str, ...]) -> Outcomes:
+    """Keep what a model does on each example.
+
+    Args:
+        evaluator: The task's evaluator, which says which scores there are.
+        batches: The predictions, for at least one example.
+        classes: The names of the task's outputs.
+    """
+    if isinstance(evaluator, KeepsOutcomes):
+        return evaluator.outcomes(batches, classes)
+    made = Recomputed(lambda batch: evaluator(iter([batch])), joined(list(batches)))
+    return Outcomes({}, lambda totals: {}, (made,), classes)
+
+
+def joined(seen: Sequence[Predictions]) -> Predictions:
+    """Join the predictions of batches, on the CPU."""
+    parts = ([getattr(batch, name).cpu() for batch in seen] for name in ("logits", "targets", "losses"))
+    return Predictions(*map(join_batches, parts))
+
+
+def join_batches(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join batches (example, ...). Batches of texts can differ in length, and are padded at the end."""
+    if len({part.shape[1:] for part in parts}) > 1:
+        longest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+        parts = [_padded(part, longest) for part in parts]
+    return torch.cat(list(parts))
+
+
+def _padded(part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    # Targets are padded with the index that losses ignore.
+    empty = part.new_full((part.shape[0], *sizes), 0 if part.is_floating_point() else IGNORE_INDEX)
+    empty[tuple(slice(size) for size in part.shape)] = part
+    return empty
 
 
 def ratio(part: Floats, whole: Floats, empty: float = np.nan) -> Floats:
@@ -163,5 +210,8 @@ def class_mean(values: Floats) -> Floats:
 
 
 def by_class(metric: str, classes: Sequence[str], values: Floats) -> dict[str, Floats]:
-    """Return the values of each class, (weighting, class), by the name of its own score, such as "f1/cat"."""
-    return {type_score(metric, name): own for name, own in zip(classes, values.T, strict=True)}
+    """Return the values of each class, (weighting, class), by the name of its own score, such as "f1/cat".
+
+    There are none without names of classes.
+    """
+    return {type_score(metric, name): own for name, own in zip(classes, values.T, strict=bool(classes))}

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 
-from partita.core.data import IGNORE_INDEX
 from partita.core.own_code import short_name
 from partita.core.registry import find_function
-from partita.evaluation.metrics import EvaluationError, Evaluator, Metric, Predictions
+from partita.evaluation.evaluator import EvaluationError, Evaluator, Predictions
+from partita.evaluation.outcomes import Outcomes, Recomputed, joined, outcomes
+from partita.record.metric import Metric
 
 MetricFunction = Callable[[torch.Tensor, torch.Tensor], float]  # (logits, targets) of all examples -> score
 F = TypeVar("F", bound=MetricFunction)
@@ -77,39 +78,26 @@ class OwnMetrics:
         return self.evaluator.batch
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        seen: list[Predictions] = []
+        scores = self.evaluator(_watched(batches, seen))
+        return {**scores, **self.own_scores(joined(seen))}
 
-        def gather() -> Iterator[Predictions]:
-            for batch in batches:
-                seen.append((batch.logits.cpu(), batch.targets.cpu()))
-                yield batch
-
-        scores = self.evaluator(gather())
-        logits, targets = join_batches([pair[0] for pair in seen]), join_batches([pair[1] for pair in seen])
-        return {**scores, **self._own_scores(logits, targets)}
+    def outcomes(self, batches: Iterator[Predictions], classes: tuple[str, ...]) -> Outcomes:
+        """Keep what a model does on each example, as `ByExample.outcomes` does."""
+        seen: list[Predictions] = []
+        made = outcomes(self.evaluator, _watched(batches, seen), classes)
+        return replace(made, others=(*made.others, Recomputed(self.own_scores, joined(seen))))
 
     def own_scores(self, batch: Predictions) -> dict[str, float]:
         """Return the scores of the user's own functions."""
-        return self._own_scores(batch.logits, batch.targets)
-
-    def _own_scores(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-        values = {own.name: float(function(logits, targets)) for own, function in self.functions.items()}
+        values = {own.name: float(function(batch.logits, batch.targets)) for own, function in self.functions.items()}
         return {name: value for name, value in values.items() if not math.isnan(value)}  # NaN: undefined for these
 
     def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         return self.evaluator.decisions(batch)
 
 
-def join_batches(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Join batches (example, ...). Batches of texts can differ in length, and are padded at the end."""
-    if len({part.shape[1:] for part in parts}) > 1:
-        longest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-        parts = [_padded(part, longest) for part in parts]
-    return torch.cat(list(parts))
-
-
-def _padded(part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    # Targets are padded with the index that losses ignore.
-    empty = part.new_full((part.shape[0], *sizes), 0 if part.is_floating_point() else IGNORE_INDEX)
-    empty[tuple(slice(size) for size in part.shape)] = part
-    return empty
+def _watched(batches: Iterator[Predictions], seen: list[Predictions]) -> Iterator[Predictions]:
+    for batch in batches:
+        seen.append(Predictions(batch.logits.cpu(), batch.targets.cpu(), batch.losses.cpu()))
+        yield batch

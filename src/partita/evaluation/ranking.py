@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Area = Callable[[NDArray[Any], NDArray[Any], Floats], Floats]  # of `auroc` and `average_precision`
 
 
 def auroc(truth: NDArray[Any], scores: NDArray[Any], weights: Floats) -> Floats:

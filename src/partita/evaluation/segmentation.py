@@ -2,40 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from partita.core.data import IGNORE_INDEX
-from partita.evaluation.confusion import confusion_matrix
-from partita.evaluation.metrics import LOSS, Metric, Predictions
+from partita.evaluation.bootstrap import Floats
+from partita.evaluation.by_example import ByExample, Kept, mean_of, means
+from partita.evaluation.calibration import BINS, bins_of, calibration_error
+from partita.evaluation.evaluator import Predictions
+from partita.evaluation.metrics import LOSS
+from partita.evaluation.outcomes import Columns, Confusion, Totals, by_class, class_mean, ratio
+from partita.record.metric import ACCURACY, Metric
 
 MEAN_IOU = Metric("mean_iou")
 
 
 @dataclass(frozen=True)
-class Segmentation:
+class Segmentation(ByExample):
     """Mean IoU and Dice over the classes that occur in masks or predictions, and the accuracy of pixels.
 
     Pixels without a label do not count. Logits are (example, class, height, width), targets (example, height, width).
     """
 
-    primary: ClassVar[Metric] = MEAN_IOU
-    metrics: ClassVar[tuple[Metric, ...]] = (MEAN_IOU, Metric("dice"), Metric("accuracy"), LOSS)
+    metrics: ClassVar[tuple[Metric, ...]] = (MEAN_IOU, Metric("dice"), ACCURACY, LOSS)
     batch: ClassVar[int] = 16
 
-    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        confusion: torch.Tensor | None = None  # (true class, predicted class), in pixels
-        loss, count = 0.0, 0
-        for batch in batches:
-            counts = confusion_matrix(*_labeled(batch), batch.logits.shape[1])
-            confusion = counts if confusion is None else confusion + counts
-            loss += float(batch.losses.double().sum())
-            count += len(batch.losses)
-        assert confusion is not None, "there is at least one example"
-        return {**_overlaps(confusion.double().cpu()), "loss": loss / count}
+    def keep(self, batch: Predictions, first: int, details: bool) -> Kept:
+        guesses, targets = _labeled(batch)
+        images, size = batch.logits.shape[:2]
+        labeled = batch.targets != IGNORE_INDEX
+        image = labeled.nonzero()[:, 0]  # (pixel,)
+        pairs = torch.bincount((image * size + targets) * size + guesses, minlength=images * size**2)
+        kept = {"pixels": pairs.view(images, size**2), "losses": batch.losses}
+        if not details:
+            return kept
+        sure = (batch.logits.amax(1) - batch.logits.logsumexp(1)).exp()[labeled]
+        right, places = (guesses == targets).double(), (image * BINS + bins_of(sure)).cpu()
+        # On the CPU: a weighted count has no deterministic CUDA kernel.
+        sums = [
+            torch.bincount(places, each.cpu(), images * BINS) for each in (torch.ones_like(right), sure.double(), right)
+        ]
+        return {**kept, "bins": torch.stack(sums).view(3, images, BINS).movedim(0, 1).reshape(images, 3 * BINS)}
+
+    def columns(self, kept: Kept) -> Columns:
+        from scipy import sparse
+
+        columns = {"loss": mean_of(kept["losses"]), "pixels": kept["pixels"].double().numpy()}
+        if "bins" in kept:  # all examples are kept, and most pairs of classes are in few of them
+            return {**columns, "pixels": sparse.csr_array(columns["pixels"]), "bins": kept["bins"].numpy()}
+        return columns
+
+    def formula(self, totals: Totals, classes: Sequence[str]) -> dict[str, Floats]:
+        size = math.isqrt(totals["pixels"].shape[1])
+        matrix = totals["pixels"].reshape(-1, size, size)  # (weighting, true class, predicted class)
+        hits, both = matrix.diagonal(axis1=1, axis2=2), matrix.sum(1) + matrix.sum(2)  # (weighting, class)
+        overlap, dice = ratio(hits, both - hits), ratio(2 * hits, both)
+        return {
+            **means(totals, "loss"),
+            "mean_iou": class_mean(overlap),
+            "dice": class_mean(dice),
+            "accuracy": ratio(hits.sum(1), matrix.sum((1, 2))),
+            **by_class("pixels", classes, matrix.sum(2)),
+            **by_class("iou", classes, overlap),
+            **by_class("dice", classes, dice),
+            **calibration_error(totals),
+        }
+
+    def confusion(self, kept: Kept, classes: tuple[str, ...]) -> Confusion:
+        counts = kept["pixels"].sum(0).view(len(classes), len(classes))
+        return Confusion(classes, counts.numpy(), "pixels")
 
     def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
         return _labeled(batch)
@@ -46,17 +85,3 @@ def _labeled(batch: Predictions) -> tuple[torch.Tensor, torch.Tensor]:
     targets = batch.targets.long()
     labeled = targets != IGNORE_INDEX
     return batch.logits.argmax(1)[labeled], targets[labeled]
-
-
-def _overlaps(confusion: torch.Tensor) -> dict[str, float]:
-    """Return the scores; none if no pixel has a label."""
-    hits, total = confusion.diagonal(), confusion.sum()
-    both = confusion.sum(0) + confusion.sum(1)  # pixels of each class in masks, and in predictions
-    occurs = both > 0
-    if not total:
-        return {}
-    return {
-        "mean_iou": float((hits / (both - hits))[occurs].mean()),
-        "dice": float((2 * hits / both)[occurs].mean()),
-        "accuracy": float(hits.sum() / total),
-    }

@@ -9,10 +9,11 @@ from partita.core.options import OptionError, closest_match
 from partita.core.rng import Key
 from partita.core.settings import RunError
 from partita.data import Federation
-from partita.evaluation import Evaluator, Metric
+from partita.evaluation import Evaluator
 from partita.experiment.config import Config
 from partita.experiment.config_tables import StopConfig
 from partita.privacy.guard import PrivacyGuard
+from partita.record.metric import Metric
 
 Scores = Sequence[tuple[int, float]]  # (completed rounds, score on validation) for each evaluation, in order
 

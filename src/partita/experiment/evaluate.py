@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from partita.data.other_data import OtherData, Unknown, read_other
 from partita.evaluation import Evaluator, outcomes_of
 from partita.evaluation.answers import with_generation
 from partita.evaluation.bootstrap import LEVEL, Interval, intervals
-from partita.evaluation.metrics import by_type, without_types
+from partita.evaluation.evaluator import by_type, without_types
 from partita.evaluation.outcomes import Outcomes
 from partita.experiment import exported, run_folder
 from partita.experiment.recorded_model import RecordedModel, RoundChoice, load_recorded_model
@@ -292,11 +292,7 @@ class _Evaluation:
             "unit": unit or "example",
         }
         primary = self.source.evaluator.primary
-        result["primary"] = {
-            "name": primary.name,
-            "higher_is_better": primary.higher_is_better,
-            "fraction": primary.fraction,
-        }
+        result["primary"] = asdict(primary)
         result["fractions"] = sorted(
             {"ece", *(metric.name for metric in self.source.evaluator.metrics if metric.fraction)}
             | ({"macro_f1", "micro_f1", "auroc"} if task.kind.one_class else set())

@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from partita import methods
-from partita.evaluation import Evaluator, Metric
+from partita.evaluation import Evaluator
 from partita.experiment import run_folder
 from partita.experiment.exported import Export, Form
 from partita.experiment.recorded_model import RecordedModel
@@ -24,6 +24,7 @@ from partita.methods.cards import card as method_card
 from partita.models.from_task import HUB_ID
 from partita.privacy.disclosure import OUTSIDE_ROWS
 from partita.record import file_names
+from partita.record.metric import Metric
 from partita.record.row import QUANTITIES, Unit
 from partita.storage.atomic_files import read_json
 from partita.storage.safe_text import printable

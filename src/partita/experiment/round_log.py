@@ -19,7 +19,7 @@ from partita.core.server_rule import Server
 from partita.core.settings import Run, RunError
 from partita.data import Task
 from partita.evaluation import evaluate
-from partita.evaluation.metrics import by_type, without_types
+from partita.evaluation.evaluator import by_type, without_types
 from partita.experiment import early_stopping, run_folder
 from partita.experiment.alarms import LONG_WINDOW, RoundSummary, check_round, check_test, check_window, summarize
 from partita.experiment.builder import Experiment

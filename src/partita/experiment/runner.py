@@ -12,7 +12,6 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from partita.core import tensors
 from partita.core.dp_settings import PrivacyError
@@ -24,7 +23,7 @@ from partita.engines.autotune import first_with_examples
 from partita.engines.multiprocess import MultiprocessEngine
 from partita.engines.secure import SecureEngine
 from partita.engines.simulation import SimulationEngine
-from partita.evaluation.own_metrics import OwnMetrics
+from partita.evaluation.metrics import NEW_CLASS_METRICS
 from partita.experiment import extension, run_folder
 from partita.experiment.base_digest import BASE_DIGEST, check_base
 from partita.experiment.builder import Experiment, build, build_engine, makes_secret, new_secret
@@ -202,24 +201,16 @@ def prepare(experiment: Experiment, folder: Path) -> None:
 
 def _derived_files(experiment: Experiment) -> dict[str, bytes]:
     """Return the files that follow from the experiment alone, by name: config, plan and privacy."""
-    primary = experiment.evaluator.primary
-    metric = {"name": primary.name, "higher_is_better": primary.higher_is_better}
+    evaluator, new = experiment.evaluator, NEW_CLASS_METRICS if experiment.federation.task.new else ()
+    metrics = [asdict(metric) for metric in dict.fromkeys((evaluator.primary, *evaluator.metrics, *new))]
     files = {
         file_names.CONFIG: _resolved(experiment).to_toml().encode(),
-        file_names.PLAN: run_folder.to_json(
-            {"metric": metric, "own_metrics": _own_metrics(experiment), "stages": stages(experiment)}
-        ),
+        file_names.PLAN: run_folder.to_json({"metrics": metrics, "stages": stages(experiment)}),
     }
     if experiment.guard:
         about = {**experiment.guard.about(), "secret": _fingerprint(experiment)}
         files[file_names.PRIVACY] = run_folder.to_json(about)
     return files
-
-
-def _own_metrics(experiment: Experiment) -> list[dict[str, Any]]:
-    """Describe the user's own metrics, whose direction a report cannot know."""
-    evaluator = experiment.evaluator
-    return [asdict(metric) for metric in evaluator.functions] if isinstance(evaluator, OwnMetrics) else []
 
 
 def _fingerprint(experiment: Experiment) -> str | None:

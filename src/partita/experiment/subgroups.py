@@ -11,7 +11,7 @@ import torch
 from partita.core.data import Examples
 from partita.core.options import OptionError, closest_match
 from partita.data import Subset, Task
-from partita.evaluation import Metric
+from partita.record.metric import Metric
 from partita.record.row import Subgroups
 
 MAX_GROUPS = 50

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from partita.core.registry import call, find_function
-from partita.evaluation.metrics import ECE, LOSS, MAE, MSE, PERPLEXITY
 from partita.experiment import run_folder
 from partita.record import file_names
+from partita.record.metric import Metric, metrics_in
 from partita.storage.atomic_files import read_json
 from partita.track import TRACKERS, Table, TrackedRun, Tracker
 from partita.track.scalars import Totals, scalars, tables, without_clients
@@ -65,13 +65,13 @@ class RowSender:
         config: The run's config, as nested dicts.
         folder: The run folder.
         rows: The rows that are recorded already.
-        lower_is_better: The metrics of which lower values are better.
+        metrics: The metrics of the run.
     """
 
     def __init__(
-        self, name: str, config: Config, folder: Path, rows: Iterable[Row], lower_is_better: Iterable[str] = ()
+        self, name: str, config: Config, folder: Path, rows: Iterable[Row], metrics: Sequence[Metric] = ()
     ) -> None:
-        self.name, self.folder, self.lower = name, folder, set(lower_is_better)
+        self.name, self.folder, self.metrics = name, folder, metrics
         self.run = describe_run(name, config, folder)
         self.hides_clients = config.get("privacy", {}).get("unit") == "client"
         self.totals, self.waiting = Totals(), deque[tuple[int, dict[str, float], dict[str, Table]]]()
@@ -112,7 +112,7 @@ class RowSender:
 
     def _add(self, row: Row) -> None:
         row = without_clients(row) if self.hides_clients else row
-        shown = {**scalars(row, self.lower), **self.totals.add(row)}
+        shown = {**scalars(row, self.metrics), **self.totals.add(row)}
         self.waiting.append((row["round"], shown, tables(row)))
 
     def _send(self, rounds: int) -> None:
@@ -150,7 +150,7 @@ def open_trackers(names: Sequence[str], config: Config, folder: Path) -> Iterato
     opened: dict[str, Track] = {}
     for name in names:
         if name in TRACKERS:
-            sender = RowSender(name, config, folder, run_folder.read_rows(folder), lower_is_better(folder))
+            sender = RowSender(name, config, folder, run_folder.read_rows(folder), metrics_of(folder))
             sender.send(run_folder.saved_rounds(folder))
             opened[name] = sender
         else:
@@ -178,12 +178,7 @@ def _only_warn(name: str, when: str) -> Iterator[None]:
         warnings.warn(f"the tracker '{name}' failed {when}: {type(error).__name__}: {error}", stacklevel=4)
 
 
-def lower_is_better(folder: Path) -> set[str]:
-    """Return the metrics of a run of which lower values are better: built-in ones, and the user's own."""
+def metrics_of(folder: Path) -> tuple[Metric, ...]:
+    """Return the metrics of a run."""
     with run_folder.expect_format(folder / file_names.PLAN):
-        own = [
-            each["name"]
-            for each in read_json(folder / file_names.PLAN).get("own_metrics", ())
-            if not each["higher_is_better"]
-        ]
-    return {metric.name for metric in (ECE, LOSS, MAE, MSE, PERPLEXITY)}.union(own)
+        return metrics_in(read_json(folder / file_names.PLAN))

@@ -24,7 +24,6 @@ import tomli_w
 from partita.core.client import ClientError
 from partita.core.options import OptionError
 from partita.core.rng import Key
-from partita.evaluation import Metric
 from partita.experiment import run_folder
 from partita.experiment.builder import build
 from partita.experiment.compare import MAX_SEEDS, load_method
@@ -39,6 +38,7 @@ from partita.experiment.search_space import Space, check_methods, checked, parse
 from partita.experiment.trial_sampler import Outcome, Pruner, Sampler, Search
 from partita.experiment.validation_only import validation_only
 from partita.record import file_names
+from partita.record.metric import Metric
 from partita.storage.atomic_files import DamageError, LinkError, read_json
 from partita.storage.safe_text import label_folder
 

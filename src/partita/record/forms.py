@@ -14,13 +14,13 @@ _PARAMETER = record(
     },
 )
 _METRIC_NAME = like(r"\w[\w .-]{0,39}", "the name of a metric")
-METRIC = record({}, {"name": _METRIC_NAME, "higher_is_better": bool})
-_OWN_METRIC = record({"name": _METRIC_NAME, "higher_is_better": bool, "fraction": bool}, {})
+METRIC = record({"name": _METRIC_NAME, "higher_is_better": bool, "fraction": bool})
 PLAN = record(
     {},
     {
-        "metric": METRIC,
-        "own_metrics": list_of(_OWN_METRIC),
+        "metrics": list_of(METRIC),
+        "metric": record({}, {"name": _METRIC_NAME, "higher_is_better": bool}),  # of older runs
+        "own_metrics": list_of(METRIC),
         "stages": list_of(record({"first": Count, "last": Count, "rows": list_of(_PARAMETER)}, {"client": str | None})),
     },
 )

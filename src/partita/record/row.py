@@ -4,12 +4,13 @@ To add a quantity, add a field to `Row` and give it a `Quantity`. The reader's c
 numbers that trackers get, the columns of data frames and the curves of `partita watch` follow from it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, isfinite
+from math import isfinite
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
 from partita.record.check import Count, Number, Numbers, ShapeError, check_of, like
+from partita.record.metric import Metric, metric_named
 
 Unit = Literal["example", "group", "client"]
 # public: does not depend on private data, or is declared public.
@@ -19,51 +20,51 @@ Unit = Literal["example", "group", "client"]
 # named: not covered by the guarantee.
 Status = Literal["public", "charged", "noised", "withheld", "named"]
 Path = tuple[str, ...]  # the name of a number, such as ("test", "accuracy")
-Lower = Callable[[str], bool]  # whether lower values of a metric are better
-ToNumbers = Callable[[str, Any, Lower], Iterator[tuple[Path, Any]]]  # of a quantity's key and value
+Metrics = Sequence[Metric]  # of the run; the worst tenth of clients depends on the direction
+ToNumbers = Callable[[str, Any, Metrics], Iterator[tuple[Path, Any]]]  # of a quantity's key and value
 
 
-def _none(key: str, value: Any, lower: Lower) -> Iterator[tuple[Path, Any]]:
+def _none(key: str, value: Any, metrics: Metrics) -> Iterator[tuple[Path, Any]]:
     yield from ()
 
 
-def _one(key: str, value: Any, lower: Lower) -> Iterator[tuple[Path, Any]]:
+def _one(key: str, value: Any, metrics: Metrics) -> Iterator[tuple[Path, Any]]:
     yield (key,), int(value) if isinstance(value, bool) else value
 
 
-def _each(key: str, value: Mapping[str, Any], lower: Lower) -> Iterator[tuple[Path, Any]]:
+def _each(key: str, value: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[Path, Any]]:
     for name, item in value.items():
         yield (key, name), item
 
 
-def _each_of_groups(key: str, value: Mapping[str, Any], lower: Lower) -> Iterator[tuple[Path, Any]]:
+def _each_of_groups(key: str, value: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[Path, Any]]:
     for group, measures in value.items():
         for name, item in (measures or {}).items():
             yield (key, group, name), item
 
 
-def _over_clients(key: str, value: Mapping[str, Any], lower: Lower) -> Iterator[tuple[Path, Any]]:
+def _over_clients(key: str, value: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[Path, Any]]:
     for metric, by_client in value.items():
         known = [item for item in (by_client or {}).values() if is_finite(item)]
         if known:
-            worst = worst_tenth(known, lower(metric))
+            worst = metric_named(metric, metrics).worst_tenth(known)
             yield (key, metric, "mean"), sum(known) / len(known)
             yield (key, metric, "worst_tenth"), sum(worst) / len(worst)
 
 
 def _count(name: str) -> ToNumbers:
-    def count(key: str, value: Any, lower: Lower) -> Iterator[tuple[Path, Any]]:
+    def count(key: str, value: Any, metrics: Metrics) -> Iterator[tuple[Path, Any]]:
         yield tuple(name.split("/")), len(value)
 
     return count
 
 
-def _of_subgroups(key: str, value: "Subgroups", lower: Lower) -> Iterator[tuple[Path, Any]]:
+def _of_subgroups(key: str, value: "Subgroups", metrics: Metrics) -> Iterator[tuple[Path, Any]]:
     yield (key, "gap"), value.get("gap")
-    yield from _each_of_groups(key, value["groups"], lower)
+    yield from _each_of_groups(key, value["groups"], metrics)
 
 
-def _of_privacy(key: str, value: "Spending", lower: Lower) -> Iterator[tuple[Path, Any]]:
+def _of_privacy(key: str, value: "Spending", metrics: Metrics) -> Iterator[tuple[Path, Any]]:
     yield (key, "epsilon"), value.get("epsilon")
     yield (key, "delta"), value.get("delta")
 
@@ -373,26 +374,16 @@ def check_row(value: Any) -> Row:
     return row
 
 
-def numbers(row: Mapping[str, Any], lower: Lower) -> Iterator[tuple[Path, Any]]:
+def numbers(row: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[Path, Any]]:
     """Yield the name and value of each number in a row. Values may be None or not finite.
 
     Args:
         row: The row.
-        lower: Whether lower values of a metric are better; the worst tenth depends on it.
+        metrics: The metrics of the run; the worst tenth of clients depends on their direction.
     """
     for key, quantity in QUANTITIES.items():
         if row.get(key) is not None:
-            yield from quantity.to_numbers(key, row[key], lower)
-
-
-def worst_tenth(values: list[float], lower: bool) -> list[float]:
-    """Return the worst tenth of the clients' values, at least one, the worst first.
-
-    Args:
-        values: The values.
-        lower: Whether lower values are better.
-    """
-    return sorted(values, reverse=lower)[: ceil(len(values) / 10)]
+            yield from quantity.to_numbers(key, row[key], metrics)
 
 
 def is_finite(value: Any) -> bool:

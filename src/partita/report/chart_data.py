@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from partita.record.metric import Metric, metric_named
 from partita.report import plan_stages, plots, privacy
 from partita.report.charts import MEGABYTES, ROUNDS, SECONDS, Axis, Line, View, chart
 from partita.report.curves import Curve, curve_by_round
 from partita.report.elements import Chart
 from partita.report.load import Row, RunRecord, by_label, number, present
-from partita.report.metric import Metric, metric_named
 from partita.report.plot_style import ROLES
 from partita.report.tables import gains, local_baseline, mean, recorded_metrics, standard_deviation
 
@@ -21,13 +21,13 @@ LOW_RATE = 1e-3  # rates of attacks below this are drawn at it, because the axes
 def curves_chart(records: Sequence[RunRecord], metric: Metric) -> Chart | None:
     """Return the chart of all scores by round, with `metric` first."""
     groups = by_label(records)
-    own = [metric, *(each for record in records for each in record.own_metrics)]
+    known = [metric, *(each for record in records for each in record.metrics)]
     names = sorted(recorded_metrics(records), key=lambda name: name != metric.name)
-    views = [_scores("test", metric_named(name, own), groups) for name in names]
+    views = [_scores("test", metric_named(name, known), groups) for name in names]
     for part in ("validation", "personal"):
         rows: list[Mapping[str, Any]] = [row for run in records for row in run.rows]
         recorded = dict.fromkeys(name for row in rows for name in row.get(part) or ())
-        views += [_scores(part, metric_named(name, own), groups) for name in recorded]
+        views += [_scores(part, metric_named(name, known), groups) for name in recorded]
     views.append(_view("train loss", "train loss", groups, lambda row: number(row.get("train_loss"))))
     repeated = any(len(runs) > 1 for runs in groups.values())
     spread = "the band is ± one sample standard deviation" if repeated else "there is one seed, so no spread"

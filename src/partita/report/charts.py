@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from partita.record.metric import short
 from partita.report.elements import Chart, Table
-from partita.report.metric import short
 
 MAX_POINTS = 150_000  # of all lines of a chart; lines of long runs are thinned
 POINTS_KEPT = (60, 600)  # of one line, at least and at most

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from partita.record.metric import Metric
 from partita.report.charts import thinned
 from partita.report.load import Row, RunRecord, by_label, by_number, clients, number
-from partita.report.metric import Metric
 from partita.report.render import size
 from partita.report.split_figure import frequent, splits
 from partita.report.tables import mean

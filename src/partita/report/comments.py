@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from partita.record.metric import Metric, metric_named
 from partita.report.comparison import Difference, Line, worse_share
 from partita.report.load import RunRecord, personal, settings
-from partita.report.metric import Metric, metric_named
 
 ONE_CLASS = "one predicted class"  # the alarm on such a model
 
@@ -15,9 +15,8 @@ def explain_columns(
     lines: Sequence[Line],
     target: float | None,
     asked: bool,
-    metric: Metric,
+    metrics: Sequence[Metric],
     base: str | None,
-    own_metrics: Sequence[Metric] = (),
     gap: int = 1,
 ) -> list[str]:
     """Explain the columns that are shown.
@@ -26,11 +25,11 @@ def explain_columns(
         lines: The results of all labels.
         target: The value to reach, in recorded units; None if there is none.
         asked: Whether the user gave the target.
-        metric: The metric.
+        metrics: The metric, and those of the other scores.
         base: The label of local training, which gains refer to; None if there is none.
-        own_metrics: The user's own metrics.
         gap: The most rounds from one test to the next; 1 if every round was tested.
     """
+    metric = metrics[0]
     comments = [
         f"{metric.name}: value of the last tested round, mean ± sample standard deviation over seeds"
         f"{'' if metric.higher_is_better else '; lower is better'}.",
@@ -63,8 +62,7 @@ def explain_columns(
     if any(line.epsilon is not None for line in lines):
         comments.append("ε: privacy cost of training after the last round, largest over seeds.")
     if any(len(line.scores) > 1 for line in lines):
-        recorded = [metric, *own_metrics]
-        lower = [name for name in lines[0].scores if metric_named(name, recorded).higher_is_better is False]
+        lower = [name for name in lines[0].scores if not metric_named(name, metrics).higher_is_better]
         worse = f"; lower is better for {', '.join(lower)}" if lower else ""
         comments.append(f"all scores: of the last tested round, mean ± sample standard deviation over seeds{worse}.")
     comments.append("client-round: one client sampled in one round, whether or not it answered.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from partita.report.metric import Metric
+from partita.record.metric import Metric
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,7 @@ class Comparison:
     target: float | None  # value to reach; None if there is none
     lines: tuple[Line, ...]
     comments: tuple[str, ...]
-    own_metrics: tuple[Metric, ...] = ()  # the user's own among the scores
-
-    @property
-    def metrics(self) -> tuple[Metric, ...]:
-        """The metrics that are not built in as they were recorded, and the one of this comparison."""
-        return (*self.own_metrics, Metric(self.metric, self.higher_is_better))
+    metrics: tuple[Metric, ...]  # the one that is compared, and those of the other scores
 
 
 def worse_share(metric: Metric, reference: float) -> float:

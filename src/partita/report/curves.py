@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
 
+from partita.record.metric import Metric
 from partita.report.load import Row, RunRecord, number, present, sent
-from partita.report.metric import Metric
 from partita.report.tables import mean
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from partita.record.metric import Metric, metric_named, short
 from partita.report.comments import ONE_CLASS
 from partita.report.comparison import Comparison, Difference, Line
 from partita.report.load import RunRecord, by_label, settings
-from partita.report.metric import Metric, metric_named, short
 
 LEVEL = 0.05  # p values below this are called unlikely to be chance
 FEW_SEEDS = 3  # with fewer, even a small p is weak evidence

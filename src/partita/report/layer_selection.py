@@ -8,9 +8,9 @@ from itertools import combinations, groupby, pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from partita.record.metric import MISSING
 from partita.report.comments import ONE_CLASS
 from partita.report.load import Row, RunRecord, by_label
-from partita.report.metric import MISSING
 from partita.report.plot_style import INK, new_figure, shorten, style_axes, whole_rounds
 
 if TYPE_CHECKING:

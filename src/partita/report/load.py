@@ -15,8 +15,8 @@ from typing import Any
 
 from partita.record import file_names, forms
 from partita.record.check import Check, ShapeError
+from partita.record.metric import ACCURACY, Metric, metric_named, metrics_in
 from partita.record.row import Row, check_row
-from partita.report.metric import ACCURACY, Metric, metric_named
 from partita.storage import atomic_files
 from partita.storage.safe_text import printable
 
@@ -42,8 +42,7 @@ class RunRecord:
     environment: Mapping[str, str]  # versions and hardware that were recorded
     finished: bool
     folder: Path
-    metric: Metric = ACCURACY
-    own_metrics: tuple[Metric, ...] = ()  # the user's own
+    metrics: tuple[Metric, ...] = (ACCURACY,)  # first the one that judges the run
     code: Mapping[str, str] = field(default_factory=dict)  # text of the user's own files by their path in the folder
     privacy: Mapping[str, Any] = field(default_factory=dict)  # the guarantee; empty if there is none
     audit: Mapping[str, Any] = field(default_factory=dict)  # results of attacks; empty if there were none
@@ -52,6 +51,11 @@ class RunRecord:
     config_text: str = ""  # the config as it was written
     best: int | None = None  # completed rounds at the best score on validation; None if there is none
     stopped: str = ""  # why and when the run stopped before its last round; empty if it did not
+
+    @property
+    def metric(self) -> Metric:
+        """The metric that judges the run."""
+        return self.metrics[0]
 
 
 def find(folder: Path | str) -> list[Path]:
@@ -97,10 +101,7 @@ def load_run(folder: Path | str) -> RunRecord:
         environment={key: str(value) for key, value in _json(folder / file_names.ENVIRONMENT).items()},
         finished=os.path.lexists(folder / file_names.RESULT),
         folder=folder,
-        metric=Metric(**plan.get("metric", {})),
-        own_metrics=tuple(
-            Metric(own["name"], own["higher_is_better"], own["fraction"]) for own in plan.get("own_metrics", ())
-        ),
+        metrics=metrics_in(plan),
         code={f"{CODE}/{name}": _code(folder / CODE / name) for name in config.get(CODE, {}) if _is_file_name(name)},
         privacy=_json(folder / file_names.PRIVACY, forms.PRIVACY),
         audit=_json(folder / file_names.AUDIT, forms.AUDIT),
@@ -191,7 +192,7 @@ def _distinguishing(runs: Sequence[RunRecord]) -> list[str]:
 
 def read_metric(folder: Path | str) -> Metric:
     """Return the metric of a run, even if it has no finished round yet."""
-    return Metric(**_json(Path(folder) / file_names.PLAN, forms.PLAN).get("metric", {}))
+    return metrics_in(_json(Path(folder) / file_names.PLAN, forms.PLAN))[0]
 
 
 def metric_of(records: Iterable[RunRecord], name: str | None = None) -> Metric:
@@ -202,9 +203,8 @@ def metric_of(records: Iterable[RunRecord], name: str | None = None) -> Metric:
     """
     records = list(records)
     known = {record.metric: record.label for record in records}
-    own = [metric for record in records for metric in record.own_metrics]
     if name is not None:
-        return metric_named(name, [*known, *own])
+        return metric_named(name, chain.from_iterable(record.metrics for record in records))
     if len(known) > 1:
         used = ", ".join(f"'{label}' by {metric.name}" for metric, label in known.items())
         raise ReportError(f"these runs use different metrics: {used}; report them separately, or name one metric")

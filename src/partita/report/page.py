@@ -22,12 +22,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from partita.record.metric import Metric
 from partita.report import client_pages, confusion, reproduce, score_details, sections, settings_compared, trials
 from partita.report.comparison import Comparison
 from partita.report.elements import Table
 from partita.report.findings import findings
 from partita.report.load import RunRecord, by_label, clients, metric_of
-from partita.report.metric import Metric
 from partita.report.plot_style import Style, styles
 from partita.report.render import Column, by_question
 from partita.report.tables import compare

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from partita.record.metric import Metric
 from partita.report.curves import Curve, curve_of
 from partita.report.load import ReportError, RunRecord, by_label, metric_of, number, personal
-from partita.report.metric import Metric
 from partita.report.plan_stages import changes
 from partita.report.plot_style import (
     GRID,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from partita.record.metric import MISSING, short
 from partita.report.load import RunRecord, by_label, number
-from partita.report.metric import MISSING, short
 from partita.report.plot_style import (
     GRID,
     INK,

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from partita.record.metric import MISSING, Metric, metric_named, short
 from partita.report.comparison import Comparison, Difference, Line, Reach, Score
-from partita.report.metric import MISSING, Metric, metric_named, short
 from partita.storage.safe_text import printable
 
 WIDTH = 110  # characters of a line in a terminal

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from partita.record.metric import Metric
 from partita.report.elements import Table
 from partita.report.load import RunRecord, by_label, metric_of, number, present
-from partita.report.metric import Metric
 from partita.report.render import with_spread
 from partita.report.tables import mean, standard_deviation, worst_tenth
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from partita.record.metric import Metric
 from partita.report import (
     chart_data,
     layer_selection,
@@ -18,7 +19,6 @@ from partita.report import (
 from partita.report.charts import thinned
 from partita.report.elements import HeatMap, Table
 from partita.report.load import RunRecord, by_label, by_number
-from partita.report.metric import Metric
 from partita.report.render import size, with_spread
 from partita.report.tables import mean, standard_deviation
 

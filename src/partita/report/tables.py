@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from partita.record.metric import Metric
 from partita.report.comments import caveats, explain_columns
 from partita.report.comparison import Comparison, Difference, Gain, Line, Reach, Score, worse_share
 from partita.report.load import (
@@ -22,7 +23,6 @@ from partita.report.load import (
     sent,
     tested,
 )
-from partita.report.metric import Metric
 
 GainsBySeed = Mapping[int, Mapping[str, float]]  # seed -> client -> gain
 LOCAL_BASELINES = ("local-only", "coop")  # methods in which clients train and share nothing
@@ -62,19 +62,19 @@ def compare(records: Sequence[RunRecord], target: float | None = None, metric: s
     }
     if len(groups) > 2:
         differences = corrected(differences)
-    own = tuple(dict.fromkeys(metric for record in records for metric in record.own_metrics))
     gained, recorded = gains(groups, chosen), recorded_metrics(records)
+    metrics = tuple(metric_of(records, name) for name in dict.fromkeys([metric, *recorded]))
     lines = tuple(
         _line(runs, finals[label], differences.get(label), gained.get(label, {}), target, chosen, recorded)
         for label, runs in groups.items()
     )
     comments = [
         *explain_columns(
-            lines, target, asked is not None, chosen, local_baseline(groups), own, _largest_gap(records, metric)
+            lines, target, asked is not None, metrics, local_baseline(groups), _largest_gap(records, metric)
         ),
         *caveats(groups, finals, differences, metric),
     ]
-    return Comparison(metric, chosen.higher_is_better, target, lines, tuple(comments), own)
+    return Comparison(metric, chosen.higher_is_better, target, lines, tuple(comments), metrics)
 
 
 def _line(

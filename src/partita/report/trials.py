@@ -11,9 +11,9 @@ from typing import Any
 from partita.record import forms
 from partita.record.check import Check, ShapeError
 from partita.record.file_names import CHOSEN, TRIAL, TRIALS, TUNING
+from partita.record.metric import ACCURACY, MISSING, Metric, short
 from partita.report.elements import Table
 from partita.report.load import ReportError, RunRecord, number
-from partita.report.metric import MISSING, Metric, short
 from partita.report.render import Column, markdown_table, text_table
 from partita.storage import atomic_files
 from partita.storage.safe_text import printable
@@ -80,7 +80,7 @@ def load_tuning(folder: Path) -> Tuning:
     path = folder / CHOSEN
     listed = _read(path, forms.CHOSEN)["methods"] if os.path.lexists(path) else []
     best = {each["method"]: each["trial"] for each in listed}
-    metric, methods = Metric(), []
+    metric, methods = ACCURACY, []
     for each in asked["methods"]:
         name = each["folder"]
         if name != os.path.basename(name) or name in ("", ".", ".."):
@@ -91,11 +91,8 @@ def load_tuning(folder: Path) -> Tuning:
             if not os.path.lexists(file):
                 break
             stored = _read(file, forms.TRIAL)
-            metric = Metric(
-                stored["metric"]["name"], stored["metric"]["higher_is_better"], stored["metric"]["fraction"]
-            )
+            metric = Metric(**stored.pop("metric"))
             stored |= {key: number(stored[key]) for key in ("score", "epsilon", "delta")}
-            del stored["metric"]
             trials.append(TrialRecord(**stored, chosen=best.get(each["label"]) == place))
         methods.append(MethodTrials(each["label"], tuple(each["spaces"]), tuple(trials)))
     known = {key: asked[key] for key in ("budget", "seeds", "search", "prune", "rounds", "first_seed")}

@@ -9,8 +9,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 
 from partita.evaluation.answers import Answers, Choices
+from partita.evaluation.evaluator import Evaluator
 from partita.evaluation.generation import GeneratedText
-from partita.evaluation.metrics import Accuracy, Entities, Evaluator, MultiLabel, NextToken, Regression, SingleLabel
+from partita.evaluation.metrics import Accuracy, Entities, MultiLabel, NextToken, Regression, SingleLabel
 from partita.evaluation.segmentation import Segmentation
 from partita.tasks import losses
 

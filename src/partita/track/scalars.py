@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from partita.record.metric import Metric
 from partita.record.row import QUANTITIES, is_finite, numbers
 from partita.track import Table
 
@@ -29,14 +30,14 @@ class Totals:
         return {f"bytes/{way}_total": count for way, count in self.bytes.items()}
 
 
-def scalars(row: Mapping[str, Any], lower_is_better: Iterable[str] = ()) -> dict[str, float]:
+def scalars(row: Mapping[str, Any], metrics: Sequence[Metric] = ()) -> dict[str, float]:
     """Return the finite numbers of a row by name, such as "test/accuracy" or "personal/accuracy/worst_tenth".
 
     Args:
         row: A recorded row.
-        lower_is_better: The metrics of which lower values are better; the worst tenth depends on it.
+        metrics: The metrics of the run; the worst tenth of clients depends on their direction.
     """
-    found = numbers(row, set(lower_is_better).__contains__)
+    found = numbers(row, metrics)
     return {"/".join(map(clean, path)): value for path, value in found if is_finite(value)}
 
 

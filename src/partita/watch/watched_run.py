@@ -15,9 +15,9 @@ from typing import Any
 from partita.record import forms
 from partita.record.check import Check, ShapeError
 from partita.record.file_names import CONFIG, PLAN, PRIVACY, PROGRESS, RESULT, ROWS
+from partita.record.metric import Metric, metric_named, metrics_in
 from partita.record.row import Row, check_row, numbers
 from partita.report.load import number, read_config
-from partita.report.metric import Metric, metric_named
 from partita.storage import atomic_files
 from partita.storage.atomic_files import MAX_LINE_BYTES, DamageError
 from partita.storage.processes import is_gone
@@ -245,15 +245,12 @@ class WatchedRun:
     @property
     def metric(self) -> Metric:
         """The metric by which the run is judged."""
-        return Metric(**self.plan.get("metric", {}))
+        return metrics_in(self.plan)[0]
 
     def _values(self, row: Row) -> Iterator[tuple[str, str, float, bool]]:
         """Yield (key, title, value, whether it is a fraction) of each curve that a row has a point of."""
-        own = [
-            Metric(own["name"], own["higher_is_better"], own["fraction"]) for own in self.plan.get("own_metrics", ())
-        ]
-        known = [self.metric, *own]
-        for path, value in numbers(row, lambda name: not metric_named(name, known).higher_is_better):
+        known = metrics_in(self.plan)
+        for path, value in numbers(row, known):
             found = number(value)
             if found is not None and not {path[0], "/".join(path), path[-1]} & WITHOUT_CURVE:
                 fraction = path[0] in SCORES and metric_named(path[1], known).fraction

@@ -16,11 +16,10 @@ from playing.lines import Line
 from playing.study import read_study
 from playing.tables import interval, p_text, paired_by_seed
 
-from partita.report.metric import metric_named
+from partita.record.metric import ACCURACY
 
 STUDY = read_study(Path(__file__).with_name("office-clients.toml"))
 RUNS = read_runs(STUDY, "run")
-ACCURACY = metric_named("accuracy")
 ARMS = ("promptfl", "pfeddc")
 LONG, QUARTER = "12, 50 rounds", "48, a quarter each round"
 BETWEEN = (("24", "12"), ("48", "12"), (QUARTER, "48"))

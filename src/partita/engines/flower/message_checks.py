@@ -17,8 +17,9 @@ from partita.core.settings import Run
 from partita.core.tensors import Names, Slots
 from partita.core.update import Update
 from partita.engines.flower.messages import JobId, MessageError, SiteRequest, Size, first_unknown, printable_line
-from partita.evaluation import Evaluator, Metric
-from partita.evaluation.metrics import without_types
+from partita.evaluation import Evaluator
+from partita.evaluation.evaluator import without_types
+from partita.record.metric import Metric
 
 MAX_ABS = 1e100  # largest number in a message: squares and sums of such numbers stay finite
 MAX_ENTRY_BYTES = 256  # size of a tensor's header entry without its name
