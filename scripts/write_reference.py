@@ -19,6 +19,9 @@ import typer
 
 from partita.cli.main import app
 from partita.cli.stopping import Stopped
+from partita.core import settings
+from partita.core.rules import ANY, TASK, Rule
+from partita.experiment import fits
 from partita.experiment.config import headings
 from partita.experiment.reference import Key, about, keys_under
 from partita.experiment.run_files import RUN_FILES
@@ -71,6 +74,17 @@ done with it.
 
 | file | contents | written |
 |---|---|---|
+"""
+FITS = """# Reference: what goes together
+
+<!-- Written by scripts/write_reference.py from the tables that are checked; do not edit it by hand. -->
+
+Settings of different tables that do not go together, why, and what to do. An error begins with the settings and their
+values, and is the same from every command, from Python and at a site. What the config shows is refused when it is read,
+before any data is loaded. Each table here is checked when what its heading names is there.
+
+Values that no run can have, and settings of one table, are in the [reference of configs](config.md). A
+[method's card](../methods/README.md) says which optimizer, privacy and aggregation it takes.
 """
 HEADINGS = {
     "": "Top level",
@@ -157,6 +171,30 @@ def run_folder_page() -> str:
     )
 
 
+def fits_page() -> str:
+    """Every rule about settings that do not go together."""
+    parts = [FITS]
+    for when in dict.fromkeys(fits.STAGES.values()):
+        parts.append(f"## When {when}\n\n| settings | why | remedy |\n|---|---|---|")
+        stages = [stage for stage, name in fits.STAGES.items() if name == when]
+        rules = [rule for stage in stages for rule in fits.RULES[stage]]
+        rules += settings.RULES if "method" in stages else ()
+        parts += [f"| {_settings(rule)} | {rule.why} | {rule.advice} |" for rule in rules]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _settings(rule: Rule) -> str:
+    said = ""
+    for key, value in rule.settings.items():
+        name = key if key == TASK else f"`{key}`"
+        if value is not True and value is not False and value is not ANY:
+            values = value if isinstance(value, tuple) else (value,)
+            name += " = " + " or ".join(f"`{each}`" for each in values)
+        said += f"{' without ' if value is False else ', ' if said else ''}{name}"
+    return said
+
+
 def _parameter(parameter: Any, context: click.Context) -> str:
     record = parameter.get_help_record(context)
     shown, meaning = record if record else (parameter.human_readable_name, parameter.help or "")
@@ -174,6 +212,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "cli.md": cli_page,
     "exit-codes.md": exit_codes_page,
     "run-folder.md": run_folder_page,
+    "what-goes-together.md": fits_page,
     "../methods/README.md": method_table.page,
 }
 

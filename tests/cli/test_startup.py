@@ -80,6 +80,11 @@ def test_options_and_configs_are_known_without_torch(words: str, tmp_path: Path)
     assert brought_by([*words.split(), *out]) == {"numpy"}
 
 
+def test_what_does_not_go_together_is_refused_without_torch() -> None:
+    words = ["plan", "-c", EXAMPLES / "digits.toml", "--set", "evaluate.samples=2", "--set", "privacy.noise=1.0"]
+    assert brought_by(words, status=1) == {"numpy"}
+
+
 def test_a_table_is_inspected_without_torch(tmp_path: Path) -> None:
     rows = "".join(f"a short note number {place},{place % 2},h{place % 3}\n" for place in range(60))
     (tmp_path / "notes.csv").write_text(f"text,label,hospital\n{rows}")

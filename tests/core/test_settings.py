@@ -87,10 +87,14 @@ def test_invalid_run_settings_are_refused(setting: str, value: float, said: str)
 
 def test_limits_on_updates_and_gradients_are_refused_when_privacy_sets_them() -> None:
     run = toy_run(fedavg(), 1, clip=1.0, max_norm=1.0)
-    with pytest.raises(RunError, match=r"federation\.max_norm and client-level privacy are both set"):
+    with pytest.raises(
+        RunError, match=r"federation\.max_norm is 1\.0 and privacy\.unit is 'client': privacy\.clip already bounds"
+    ):
         replace(run, method=protect_clients(fedavg(), 1.0, 1.0, 2))
     by_example = replace(fedavg(), privacy=DPSGDSettings(1.0, 2.0))
-    with pytest.raises(RunError, match=r"training\.clip and privacy are both set"):
+    with pytest.raises(
+        RunError, match=r"training\.clip is 1\.0 and privacy\.unit is 'example': .*; leave training\.clip out"
+    ):
         replace(run, method=by_example)
     plain = replace(run.training, clip=None)
     assert replace(run, method=by_example, training=plain).max_norm == 1.0

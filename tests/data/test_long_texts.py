@@ -376,7 +376,9 @@ def test_privacy_of_examples_is_refused_for_windows(tmp_path: Path, bert: Path) 
         build_experiment(parse(raw))
     raw = config("single", folder, bert, data={"long_texts": "windows"}, **private)
     raw["privacy"]["unit"] = "example"
-    with pytest.raises(RunError, match=r"privacy.unit = 'example' would hide one window of a text, not the text; set"):
+    with pytest.raises(
+        RunError, match=r"data\.long_texts is 'windows' and privacy\.unit is 'example': a text is cut into windows"
+    ):
         build_experiment(parse(raw))
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from partita import data, models
 from partita.core.data import IGNORE_INDEX, Batch
 from partita.core.rng import Key
-from partita.core.settings import RunError
 from partita.core.tensors import Tensors
 from partita.data import Federation
 from partita.data.packing import pack
@@ -216,25 +215,3 @@ CONFIG = {
     "split": {"name": "by_column", "column": "site"},
     "method": {"name": "fedavg"},
 }
-
-
-@pytest.mark.parametrize(
-    ("table", "told"),
-    [
-        ({"privacy": {"noise": 1.0}}, "privacy.unit = 'example' would hide a packed row of several examples"),
-        ({"engine": {"cache_frozen": True}}, "data.pack and engine.cache_frozen are both set"),
-    ],
-)
-def test_what_needs_single_examples_is_refused(tmp_path: Path, table: dict[str, Any], told: str) -> None:
-    from partita.experiment.builder import build
-    from partita.experiment.config import parse
-
-    folder = write_decoder(tmp_path / "tiny")
-    path = write_rows(tmp_path / "train.jsonl", ROWS)
-    raw = {
-        **CONFIG,
-        "data": {**CONFIG["data"], "path": str(path)},
-        "model": {"name": "pretrained", "path": str(folder)},
-    }
-    with pytest.raises(RunError, match=told):
-        build(parse({**raw, **table}))

@@ -457,7 +457,7 @@ def test_site_with_a_different_config_refuses(config: Path, tmp_path: Path) -> N
      "model.width=16", "split.clients=4", "federation.client_dropout=0.5", "label=b"],
 )  # fmt: skip
 def test_shared_digest_covers_every_shared_setting(change: str, config: Path) -> None:
-    plain, own = shared_digest(load(config)), ["data.noise=2.0", "engine.threads=1", "engine.secret_file=s"]
+    plain, own = shared_digest(load(config)), ["data.noise=2.0", "engine.threads=1", "engine.client_state=disk"]
     assert shared_digest(load(config, [change])) != plain
     assert shared_digest(load(config, own)) == plain
 

@@ -16,7 +16,6 @@ from transformers import ViTForImageClassification
 from partita.core import tensors
 from partita.core.method_error import MethodError
 from partita.core.options import OptionError
-from partita.core.settings import RunError
 from partita.experiment.builder import build
 from partita.experiment.compare import load_method
 from partita.experiment.config import apply_override, differences, parse, settings_by_key
@@ -85,13 +84,7 @@ def test_wrong_tables_are_refused_when_the_config_is_read(table: dict[str, Any],
         (raw({"rank": 9}), ModelError, r"rank is 9, but 'vit.layers.0.attention.q_proj' is 8 x 8"),
         ({**raw(), "model": {"name": "clip", "shape": "tiny", "adapter": {}}}, ValueError, "cannot get an adapter"),
         (raw({"ranks": {"c9": 2}}), OptionError, r"model\.adapter\.ranks names client 'c9', which does not exist"),
-        (raw({"dropout": 0.1}, training={"dropout": False}), RunError, r"but training\.dropout is false"),
         (raw({"ranks": [2, 4]}, method="fedper"), MethodError, r"set method\.finetune = 0, or leave model\.adapter"),
-        (
-            raw({"ranks": [2, 4]}, privacy={"unit": "client", "noise": 1.0}),
-            RunError,
-            r"model\.adapter\.ranks lets clients send different parameters, but privacy\.unit = 'client'",
-        ),
     ],
 )
 def test_what_does_not_fit_the_run_is_refused_before_it_starts(table: dict[str, Any], error: Any, message: str) -> None:

@@ -58,4 +58,4 @@ def test_resumed_run_goes_on_with_the_moments(state: str, tmp_path: Path) -> Non
 
 def test_method_that_sends_the_state_refuses_clients_that_keep_it() -> None:
     with pytest.raises(MethodError, match=r"fedadamw: .* leave out training\.keep_optimizer"):
-        build(config(keep=True, method="fedadamw"))
+        build(replace(config(keep=True), method={"name": "fedadamw"}))

@@ -253,7 +253,7 @@ def test_comparison_reads_methods_from_files_and_keeps_its_runs(
 def test_overwrite_removes_the_copies(tmp_path: Path) -> None:
     config = write_own_code(tmp_path / "lab")
     folder = run_all(config, tmp_path / "run")
-    list(start(load(config, ["method={}", "method.name=fedavg", *WITHOUT_OWN_CODE]), folder, overwrite=True))
+    list(start(load(config, ["method={}", 'method={name="fedavg"}', *WITHOUT_OWN_CODE]), folder, overwrite=True))
     assert not (folder / "code").exists()
     assert "code" not in tomllib.loads((folder / "config.toml").read_text())
 
@@ -294,8 +294,10 @@ def test_own_sampling_rule_draws_the_cohorts(tmp_path: Path) -> None:
     own = [f"sampling.name={tmp_path}/lab/mine.py:take_turns", "federation.cohort=1"]
     list(start(load(config, own), tmp_path / "run"))
     assert [row["cohort"] for row in run_folder.read_rows(tmp_path / "run")] == [["site-0"], ["site-1"], ["site-0"]]
-    private = [*own, 'privacy={unit="client", clip=1.0, noise=1.0, delta=1e-3}']
-    with pytest.raises(ValueError, match="'take_turns' does not draw all clients with the same probability"):
+    private = [*own, 'method={name="fedavg"}', 'privacy={unit="client", clip=1.0, noise=1.0, delta=1e-3}']
+    with pytest.raises(
+        ValueError, match=r"is '.*take_turns' and .* does not draw all clients with the same probability"
+    ):
         build(load(config, private))
 
 

@@ -13,10 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from partita.core.settings import RunError
 from partita.data.digits import read_digits
 from partita.experiment import starter
-from partita.experiment.builder import build
 from partita.experiment.config import load, parse
 from partita.experiment.runner import start
 from partita.experiment.samples import MAX_IMAGE, thumbnail
@@ -98,23 +96,3 @@ def test_sample_images_are_small_and_show_the_pixels() -> None:
     assert np.array_equal(shown, np.round(pixels[0, 0].numpy() / 15 * 255)), "its brightest pixel is 15"
     gray = torch.full((1, 4, 6), 0.5)
     assert np.asarray(pixels_of(thumbnail(gray, ((0.25,), (0.5,))))).tolist() == [[128] * 6] * 4, "0.5 * 0.5 + 0.25"
-
-
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"method": {"name": "fedper"}}, "with fedper every client has a model of its own"),
-        ({"privacy": {"noise": 1.0}}, "a private run records no example; leave it out"),
-        (
-            {
-                "engine": {"cache_frozen": True},
-                "model": {**DIGITS["model"], "layers": 2, "frozen": ["embedding", "layer.0"]},
-            },
-            "which no one can read; leave one of them out",
-        ),
-    ],
-)
-def test_samples_that_cannot_be_recorded_are_refused(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises((RunError, ValueError), match=told):
-        build(parse({**DIGITS, **changes}))

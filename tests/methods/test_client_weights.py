@@ -139,6 +139,6 @@ def test_weights_by_examples_refuse_a_sampling_that_hides_sizes(make: Make) -> N
     assert toy_run(make("clients"), sampling=BySize())
     assert toy_run(make("examples"), sampling=BySize(equal_weights=False))
     with pytest.raises(
-        RunError, match=r"sampling.equal_weights is on, but \w+Server weighs .*method.weigh = 'clients'"
+        RunError, match=r"sampling\.equal_weights is true and .* weighs clients by .*method\.weigh = 'clients'"
     ):
         toy_run(make("examples"), sampling=BySize())

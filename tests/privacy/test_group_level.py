@@ -7,7 +7,6 @@ import math
 import tomllib
 import warnings
 from pathlib import Path
-from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -18,7 +17,6 @@ from group_fixtures import SCANS, scans_config, write_scans
 
 from partita.core.dp_settings import PrivacyError
 from partita.core.rng import Key
-from partita.core.settings import RunError
 from partita.data import DataError, Federation
 from partita.data.loading import hold_out_groups, load_dataset
 from partita.experiment.builder import build, build_data, build_method
@@ -144,19 +142,6 @@ def test_settings_that_do_not_fit_are_refused() -> None:
         PrivacyConfig("example", group="p", noise=1.0)
     with pytest.raises(PrivacyError, match="max_per_group is about groups"):
         PrivacyConfig("example", max_per_group=3, noise=1.0)
-
-
-def test_packed_rows_are_refused() -> None:
-    """A packed row may hold the texts of two patients."""
-    from types import SimpleNamespace
-
-    from partita.experiment import builder
-
-    config = parse({**tomllib.loads(SCANS), "data": {"name": "digits"}, "split": {"name": "iid", "clients": 2}})
-    task = SimpleNamespace(packed=True, first_windows=None, classes=("a", "b"))
-    federation: Any = SimpleNamespace(task=task, clients=["a"])
-    with pytest.raises(RunError, match="would hide a packed row of several examples, not the group"):
-        builder.build_run(config, build_method(config.method), None, federation, Key(0))  # type: ignore[arg-type]
 
 
 # ---- accounting

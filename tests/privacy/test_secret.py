@@ -17,7 +17,6 @@ from helpers import max_difference
 from partita import report
 from partita.core.dp_settings import PrivacyError
 from partita.core.rng import Key
-from partita.core.settings import RunError
 from partita.experiment.builder import build
 from partita.experiment.compare import compare_all, expand
 from partita.experiment.config import parse
@@ -220,14 +219,6 @@ def test_secret_file_is_checked_and_not_copied_into_the_run(tmp_path: Path) -> N
     stored = [(tmp_path / name / secret.FILE).read_bytes() for name in "ab"]
     assert stored[0] != stored[1]
     assert not [each for each in stored if words in each or secret.from_file(path).root == int.from_bytes(each, "big")]
-    both = {**REPEATABLE, "engine": {"secret_file": str(path)}}
-    with pytest.raises(RunError, match=r"privacy\.repeatable draws noise from the seed, but engine\.secret_file"):
-        build(parse(both))
-    public = {key: value for key, value in config.items() if key != "privacy"}
-    with pytest.raises(
-        RunError, match=r"engine\.secret_file is for the draws of \[privacy\], which the config does not"
-    ):
-        build(parse(public))
 
 
 def test_run_without_privacy_has_no_secret(tmp_path: Path) -> None:

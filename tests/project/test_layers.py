@@ -21,7 +21,7 @@ CORE = [
     ["core.tensors", "core.rng", "core.options", "core.memory", "core.discrete_gaussian"],
     ["core.keyed_bits"],
     ["core.own_code"],
-    ["core.registry"],
+    ["core.registry", "core.rules"],
     ["core.data", "core.noise", "core.dp_settings", "core.secure_settings", "core.update", "core.sampling"],
     ["core.client_noise", "core.group_units"],
     ["core.model", "core.versions", "core.serialization", "core.averaging"],

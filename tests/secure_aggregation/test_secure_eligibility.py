@@ -15,9 +15,7 @@ from partita.core.method_error import MethodError
 from partita.core.optim import SGD, AdamW
 from partita.core.rng import Key
 from partita.core.rounds import rounds
-from partita.core.sampling import PowerOfChoice
 from partita.core.secure_settings import SecureAggregation
-from partita.core.settings import RunError
 from partita.engines.availability import Availability
 from partita.engines.secure import SecureEngine
 from partita.engines.simulation import SimulationEngine
@@ -76,19 +74,6 @@ def test_safl_is_eligible_if_its_clients_agree_on_layers() -> None:
     check_eligible(run, toy_model(), ["a", "b", "c"])
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"max_norm": 1.0}, "federation.max_norm bounds single updates"),
-        ({"sampling": PowerOfChoice()}, "sampling.name = 'power_of_choice' reads the clients' training losses"),
-    ],
-)
-def test_settings_that_need_single_updates_are_refused(more: dict[str, object], message: str) -> None:
-    run = toy_run(build("fedavg"), secure_aggregation=SecureAggregation(), **more)
-    with pytest.raises(RunError, match=message):
-        check_eligible(run, toy_model(), ["a", "b", "c"])
-
-
 def test_cohorts_that_are_too_small_or_do_not_fit_are_refused_before_the_first_round() -> None:
     run = toy_run(build("fedavg"), secure_aggregation=SecureAggregation(bits=32))
     with pytest.raises(TooFewClients, match="a round has 2 clients"):
@@ -101,7 +86,6 @@ def test_cohorts_that_are_too_small_or_do_not_fit_are_refused_before_the_first_r
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"federation": {"attackers": 1}}, "federation.attackers simulates attacks"),
         ({"method": {"name": "median"}}, "median cannot aggregate securely: RobustServer"),
         ({"method": {"name": "fedavg+quantize"}}, "Int8Quantizer"),
     ],

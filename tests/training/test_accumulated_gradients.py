@@ -96,5 +96,5 @@ def test_padding_has_no_weight() -> None:
 
 def test_accumulation_is_refused_with_dp_sgd() -> None:
     private = Method("private", privacy=DPSGDSettings(1.0, 1.0))
-    with pytest.raises(RunError, match=r"training\.accumulate and privacy are both set.*raise training\.batch_size"):
+    with pytest.raises(RunError, match=r"training\.accumulate is 2 and privacy\.unit is .*raise training\.batch_size"):
         toy_run(private, accumulate=2)

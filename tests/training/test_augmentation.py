@@ -9,7 +9,7 @@ import pytest
 import torch
 from architecture_fixtures import ThreeClients, make_case
 from graph_fixtures import max_relative_difference
-from helpers import Clients, final_params, max_difference, play, small_config, toy_model, toy_run
+from helpers import Clients, final_params, max_difference, play, toy_model, toy_run
 from torch import Tensor
 
 from partita.core.data import EXAMPLE_SEEDS, Batch
@@ -18,8 +18,6 @@ from partita.core.optim import SGD
 from partita.core.rng import Key
 from partita.core.settings import AUGMENT, RunError, Training
 from partita.core.tensors import Tensors
-from partita.experiment.builder import build
-from partita.experiment.config import parse
 from partita.methods.fedavg import fedavg
 from partita.training.augmentation import CHANGES, MOVES, PIXELS, augment
 
@@ -267,8 +265,3 @@ def test_impossible_settings_are_refused() -> None:
         Training(0.1, augment=("flipp",))
     with pytest.raises(RunError, match=r"training.augment is for images, but the inputs are x"):
         play(toy_run(fedavg(), 1, augment=("flip",)), toy_model(), Clients(a=4))
-    raw = small_config("fedavg", 1)
-    config = parse({"method": {"name": "fedavg"}, "training": {"augment": ["flip"]}, "data": raw.data,
-                    "model": raw.model, "split": raw.split, "engine": {"cache_frozen": True}})  # fmt: skip
-    with pytest.raises(RunError, match=r"training.augment and engine.cache_frozen are both set"):
-        build(config)

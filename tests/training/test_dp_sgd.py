@@ -426,7 +426,7 @@ def test_invalid_dp_sgd_settings_are_refused(wrong: dict[str, float], said: str)
 
 
 def test_gradient_clip_together_with_dp_sgd_is_refused() -> None:
-    with pytest.raises(RunError, match=r"leave training\.clip out"):
+    with pytest.raises(RunError, match=r"training\.clip is 1\.0 and privacy\.unit is"):
         toy_run(with_dp_sgd(fedavg()), clip=1.0)
 
 

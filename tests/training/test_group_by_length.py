@@ -176,7 +176,7 @@ def test_task_without_texts_is_refused_when_it_is_built() -> None:
 def test_dp_sgd_is_refused(privacy: PrivacyConfig) -> None:
     """The accounting is for batches that do not depend on the examples."""
     sizes = {client: len(TEXTS[client].train) for client in TEXTS.clients}
-    with pytest.raises(RunError, match=r"training\.group_by_length and privacy are both set.*leave training\.group"):
+    with pytest.raises(RunError, match=r"training\.group_by_length is true and privacy\.unit is"):
         make_private(grouped_run(), long_bert(), sizes, privacy)
 
 

@@ -57,7 +57,9 @@ def test_blocks_and_accumulated_batches_average_over_the_same_tokens() -> None:
 def test_contradictory_settings_are_refused() -> None:
     with pytest.raises(RunError, match=r"training.loss_average is 'words'; it can be examples or tokens"):
         Training(0.1, loss_average="words")  # type: ignore[arg-type]
-    with pytest.raises(RunError, match=r"DP-SGD clips the gradient of each example.*leave training.loss_average out"):
+    with pytest.raises(
+        RunError, match=r"training\.loss_average is 'tokens' and .*DP-SGD clips the gradient of each example"
+    ):
         toy_run(Method("private", privacy=DPSGDSettings(clip=1.0, noise=1.0)), 1, loss_average="tokens")
     with pytest.raises(RunError, match="the task has no labels of tokens"):
         play(toy_run(fedavg(), 1, loss_average="tokens"), toy_model(), Clients(a=4))

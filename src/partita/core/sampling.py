@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from partita.core.options import Count, OptionError
+from partita.core.registry import call, find_function
 from partita.core.rng import Key
 
 # Name in a config -> "module:function". The function takes the options of the table [sampling] and returns the rule.
@@ -137,3 +138,11 @@ def check_sizes(name: str, clients: Sequence[str], info: ClientInfo) -> None:
             f"sampling.name = '{name}' needs the number of examples of every client, and that of '{unknown}' is not "
             "known here; use sampling.name = 'uniform'"
         )
+
+
+def build_sampling(options: Mapping[str, Any]) -> Uniform:
+    """Build the sampling rule from the table `[sampling]`."""
+    name = options["name"]
+    given = {key: value for key, value in options.items() if key != "name"}
+    rule: Uniform = call(find_function(SAMPLING, name, "sampling"), (Uniform,), name, "sampling", **given)
+    return rule

@@ -12,6 +12,7 @@ from partita.core.method import Method
 from partita.core.optim import SGD, Optimizer, Schedule
 from partita.core.options import closest_match
 from partita.core.rng import Key
+from partita.core.rules import ANY, METHOD, UNIT, Rule, first_clash
 from partita.core.sampling import ClientInfo, Uniform
 from partita.core.secure_settings import SecureAggregation
 
@@ -175,11 +176,6 @@ class Run:
             raise RunError(f"federation.max_norm is {self.max_norm}; it must be a number above 0, or left out")
         if self.max_examples < 1:
             raise RunError(f"federation.max_examples is {self.max_examples}; it must be at least 1")
-        if self.max_norm is not None and any(transform.hides for transform in self.method.transforms):
-            raise RunError(
-                "federation.max_norm and client-level privacy are both set; privacy.clip already bounds every update, "
-                "so leave federation.max_norm out"
-            )
         if self.client_noise is not None and self.secure_aggregation is None:
             raise RunError(
                 "noise at the clients is only enough in a sum, and secure aggregation is off; set the table "
@@ -188,41 +184,24 @@ class Run:
         self.method.check_optimizer(self.training.optimizer_name)
         if self.training.clip is not None:
             self.method.check_clip(self.training.clip)
-        if self.sampling.equal_weights and self.method.server_rule.needs_sizes:
-            raise RunError(
-                f"sampling.equal_weights is on, but {type(self.method.server_rule).__name__} weighs clients by their "
-                "numbers of examples; set method.weigh = 'clients', or sampling.equal_weights = false"
-            )
-        if self.method.privacy and self.training.clip is not None:
-            raise RunError(
-                "training.clip and privacy are both set; under privacy each example's gradient is clipped by "
-                "privacy.clip, so leave training.clip out"
-            )
-        if self.method.privacy and self.training.accumulate > 1:
-            raise RunError(
-                "training.accumulate and privacy are both set; DP-SGD is accounted by training.batch_size, so leave "
-                "training.accumulate out and raise training.batch_size"
-            )
-        if self.method.privacy and self.training.group_by_length:
-            raise RunError(
-                "training.group_by_length and privacy are both set; DP-SGD is accounted for batches that are drawn "
-                "without a look at the examples, so leave training.group_by_length out"
-            )
-        if self.method.privacy and self.training.loss_average == "tokens":
-            raise RunError(
-                "training.loss_average is 'tokens' and privacy is set; DP-SGD clips the gradient of each example, and "
-                "all examples must count alike, so leave training.loss_average out"
-            )
-        if self.method.privacy and self.training.class_weights:
-            raise RunError(
-                "training.class_weights and privacy are both set; DP-SGD clips the gradient of each example, and all "
-                "examples must count alike, so leave training.class_weights out"
-            )
-        if self.method.step_rules and self.training.accumulate > 1:
-            raise RunError(
-                f"training.accumulate is {self.training.accumulate}, but {self.method.step_rules[0]} evaluates "
-                "gradients of whole steps (step_gradient); leave it out"
-            )
+        if error := first_clash(RULES, self, self._read):
+            raise RunError(error)
+
+    def _read(self, key: str) -> object:
+        """Return the value of a setting that is in a rule."""
+        if key == "[secure_aggregation]":
+            return self.secure_aggregation
+        if key == UNIT:
+            by_example = self.method.privacy and ("group" if self.method.privacy.groups else "example")
+            return "client" if self.hides_clients else by_example
+        table, _, name = key.partition(".")
+        tables = {"training": self.training, "sampling": self.sampling, "method": self.method, "federation": self}
+        return getattr(tables[table], name)
+
+    @property
+    def hides_clients(self) -> bool:
+        """Whether the run has client-level privacy."""
+        return any(transform.hides for transform in self.method.transforms)
 
     def lr(self, round: int) -> float:
         """Return the learning rate of a round."""
@@ -277,3 +256,59 @@ class Run:
                 "give a number from 1 to that, or a fraction such as 0.2"
             )
         return size
+
+
+ALIKE = "DP-SGD clips the gradient of each example, and all examples must count alike"
+UNITS = ("example", "group")  # whose presence DP-SGD hides
+# What does not go together in a run. Its method is the private one, if it is private.
+RULES = (
+    Rule(
+        {"federation.max_norm": True, "[secure_aggregation]": True},
+        "federation.max_norm bounds single updates, which secure aggregation hides",
+        "leave one of them out, or set training.clip",
+    ),
+    Rule({"federation.max_norm": True, UNIT: "client"}, "privacy.clip already bounds every update"),
+    Rule(
+        {"sampling.name": ANY, "[secure_aggregation]": True},
+        "this sampling reads the clients' training losses, which secure aggregation hides",
+        "set sampling.name to 'uniform'",
+        lambda run: run.sampling.uses_losses,
+    ),
+    Rule(
+        {"sampling.name": ANY, UNIT: True},
+        "this sampling reads the clients' training losses, which a private run withholds",
+        "set sampling.name to 'uniform'",
+        lambda run: run.sampling.uses_losses,
+    ),
+    Rule(
+        {"sampling.name": ANY, UNIT: "client"},
+        "this sampling does not draw all clients with the same probability, which the epsilon of client-level privacy "
+        "assumes",
+        "set sampling.name to 'uniform', or privacy.unit to 'example'",
+        lambda run: type(run.sampling) is not Uniform,
+    ),
+    Rule(
+        {"sampling.equal_weights": True, METHOD: ANY},
+        "the server of this method weighs clients by their numbers of examples",
+        "set method.weigh = 'clients', or sampling.equal_weights = false",
+        lambda run: run.method.server_rule.needs_sizes,
+    ),
+    Rule({"training.clip": True, UNIT: UNITS}, "privacy.clip already clips each gradient"),
+    Rule(
+        {"training.accumulate": ANY, UNIT: UNITS},
+        "DP-SGD is accounted by training.batch_size",
+        "leave training.accumulate out and raise training.batch_size",
+        lambda run: run.training.accumulate > 1,
+    ),
+    Rule(
+        {"training.group_by_length": True, UNIT: UNITS},
+        "DP-SGD is accounted for batches that are drawn without a look at the examples",
+    ),
+    Rule({"training.loss_average": "tokens", UNIT: UNITS}, ALIKE),
+    Rule({"training.class_weights": True, UNIT: UNITS}, ALIKE),
+    Rule(
+        {"training.accumulate": ANY, METHOD: ANY},
+        "this method evaluates gradients of whole steps (step_gradient)",
+        when=lambda run: run.training.accumulate > 1 and run.method.step_rules,
+    ),
+)

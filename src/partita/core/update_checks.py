@@ -66,7 +66,7 @@ class UpdateLimits:
         self.slots: Names = frozenset[str]().union(*(rule.slots for rule in run.method.client_rules))
         self.finishes = any(overrides(rule, "finish") for rule in run.method.client_rules)
         self.narrows = any(overrides(rule, "narrow") for rule in run.method.client_rules)
-        self.hides = any(transform.hides for transform in run.method.transforms)
+        self.hides = run.hides_clients
         self._squares: dict[str, float] = {}  # squared norms of the initial model's parameters
         self._norms: dict[Names, float] = {}
         self._trusts = False

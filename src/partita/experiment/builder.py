@@ -18,14 +18,16 @@ from partita.core.group_units import count_groups
 from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.own_code import digests
-from partita.core.registry import call, find_function
+from partita.core.plan import RoundInfo, plan_for
+from partita.core.registry import find_function
 from partita.core.rng import Key
 from partita.core.rounds import initial_server
-from partita.core.sampling import SAMPLING, Uniform
+from partita.core.sampling import Uniform, build_sampling
 from partita.core.settings import Run, RunError
 from partita.data import Federation, Task
 from partita.data.cache import cache_folder
 from partita.data.digest import examples_digest
+from partita.data.groups import groups_at_several_clients
 from partita.engines.attackers import add_attack, choose_attackers
 from partita.engines.autotune import (
     bf16_slowdown,
@@ -44,19 +46,10 @@ from partita.engines.simulation import SimulationEngine
 from partita.evaluation import Evaluator
 from partita.evaluation.answers import with_generation
 from partita.evaluation.own_metrics import with_own_metrics
-from partita.experiment import early_stopping
-from partita.experiment.build_checks import (
-    check_augmentation,
-    check_class_loss,
-    check_plan,
-    check_unseen,
-    warn_shared_groups,
-    warn_slow_bf16,
-)
+from partita.experiment import early_stopping, fits
 from partita.experiment.config import Config
 from partita.experiment.config_code import check_recorded
 from partita.experiment.config_tables import EngineConfig, FederationConfig
-from partita.experiment.samples import check_samples
 from partita.experiment.subgroups import Groups, find_groups
 from partita.methods.client_ranks import rank_by_client
 from partita.models.adapter_options import adapter_options
@@ -67,6 +60,7 @@ from partita.storage.client_store import ClientStore
 from partita.storage.initial_values import InitialValues
 from partita.track import TRACKERS, check_installed
 from partita.training.cuda_graphs import GraphCache
+from partita.training.parameter_groups import parameter_groups
 
 
 @dataclass(frozen=True)
@@ -119,30 +113,23 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
         find_function(TRACKERS, name, "tracker")
     key, device = Key(config.seed), _configure_torch(config.engine)
     trained_method = build_method(config.method)
+    fits.check(fits.Parts(config, trained_method))
     loaded = build_data(config, trained_method, key) if federation is None else federation
     method, raw_federation = _with_attackers(config, trained_method, loaded, key)
+    task = raw_federation.task
+    fits.check(fits.Parts(config, task=task))
+    if config.training.group_by_length:
+        lengths_to_group(task.train, torch.arange(0))  # refuses data without texts
     method = _with_ranks(config, method, raw_federation.clients)
-    raw_model = build_model(config.model, method, raw_federation.task, key)
+    raw_model = build_model(config.model, method, task, key)
+    fits.check(fits.Parts(config, task=task, model=raw_model))
     if config.model.get("frozen") and not raw_model.initial:
         raise RunError(
             "model.frozen leaves no parameter to train; freeze fewer tags, or train an adapter: [model.adapter]"
         )
-    check_class_loss(config, raw_federation.task)
-    check_augmentation(config, raw_federation.task)
-    if config.training.group_by_length:
-        lengths_to_group(raw_federation.task.train, torch.arange(0))  # refuses data without texts
-    if config.training.loss_average == "tokens" and raw_federation.task.kind.head not in ("tokens", "lm"):
-        raise RunError(
-            f"training.loss_average is 'tokens', but a task of kind '{raw_federation.task.kind.name}' has no labels of "
-            "tokens; leave it out"
-        )
     drops = config.training.dropout and raw_model.uses_dropout()
-    if raw_federation.task.new:
-        raw_model.for_classes(raw_federation.task.new.classes)  # refuses before any training if it cannot
-    if config.engine.cache_frozen and raw_federation.task.packed:
-        raise RunError(
-            "data.pack and engine.cache_frozen are both set; the cache holds single examples, so leave one of them out"
-        )
+    if task.new:
+        raw_model.for_classes(task.new.classes)  # refuses before any training if it cannot
     if config.engine.cache_frozen:
         model, federation = _cached(raw_model, raw_federation)
         if drops:
@@ -155,9 +142,10 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
         model, federation = raw_model, raw_federation.to(device)
     secret = _bound(secret, raw_federation) if secret else new_secret(config)
     run, guard = build_run(config, method, model, federation, key, secret)
+    fits.check(fits.Parts(config, task=task, model=model, run=run, federation=federation, guard=guard))
     availability = _availability(config.federation, method)
     if device.type == "cpu" and "bfloat16" in (config.training.precision, config.model.get("dtype")):
-        warn_slow_bf16(bf16_slowdown())
+        _warn_slow_bf16(bf16_slowdown())
     model.to(device)
     findings = _first_step(config, run, model, federation, device)
     block, reason = _choose_block(config, run, raw_model, raw_federation, device)
@@ -179,14 +167,11 @@ def build(config: Config, secret: Key | None = None, federation: Federation | No
     )
     if device.type == "cpu":
         check_block(run, model, federation.clients, block)
-    check_plan(run, model, federation.clients[0])
-    task = raw_federation.task
+    _check_plan(run, model, federation.clients[0])
     wanted = config.evaluate
     evaluator = with_generation(task.kind.evaluator(task.classes), wanted.max_new_tokens, wanted.generate_examples)
     evaluator = with_own_metrics(evaluator, wanted.metrics)
-    early_stopping.check(config, evaluator, federation, guard)
-    check_unseen(config, run, model, federation, guard)
-    check_samples(config, run, model, task, federation.clients[0])
+    early_stopping.validation_metric(config, evaluator)
     subgroups = find_groups(task, config.evaluate.subgroups)
     return Experiment(
         config,
@@ -270,59 +255,19 @@ def build_run(
     Raises:
         RunError: If the cohort, the secret or the privacy settings are impossible.
     """
-    federate = config.federation
-    run = Run(
-        replace(method, carry_optimizer=method.carry_optimizer or config.training.keep_optimizer),
-        config.training.build(federation.task.classes),
-        config.rounds,
-        key,
-        cohort=1.0 if method.pool else federate.cohort,
-        min_updates=federate.min_updates,
-        skip_failed_clients=federate.skip_failed_clients,
-        clients_have_initial_model=federate.clients_have_initial_model,
-        max_norm=federate.max_norm,
-        max_examples=federate.max_examples,
-        examples=_Sizes(federation),
-        drift=config.evaluate.drift,
-        secret=secret,
-        sampling=Uniform() if method.pool else build_sampling(config.sampling),
-        secure_aggregation=config.secure_aggregation,
-    )
+    rule = Uniform() if method.pool else build_sampling(config.sampling)
+    run = config.run(method, key, rule, federation.task.classes, _Sizes(federation), secret)
     run.check_sampling(federation.clients)
     if config.secure_aggregation:
-        if federate.attackers:
-            raise RunError(
-                "federation.attackers simulates attacks by single clients, which nothing can find or bound in a sum; "
-                "leave it or [secure_aggregation] out"
-            )
         run = replace(run, drift=False)  # it is measured on single updates
     if not config.privacy:
         check_eligible(run, model, federation.clients)
         return run, None
-    if config.privacy.unit == "example" and federation.task.first_windows is not None:
-        raise RunError(
-            "privacy.unit = 'example' would hide one window of a text, not the text; set data.long_texts to 'cut' or "
-            "'error', or privacy.unit to 'group' or 'client'"
-        )
-    if config.privacy.unit != "client" and federation.task.packed:
-        raise RunError(
-            f"privacy.unit = '{config.privacy.unit}' would hide a packed row of several examples, not the "
-            f"{config.privacy.unit}; set data.pack to false, or privacy.unit to 'client'"
-        )
     if config.privacy.unit == "group":
-        warn_shared_groups(federation, config.privacy.group)
+        _warn_shared_groups(federation, config.privacy.group)
     guard = make_private(run, model, dict(_Sizes(federation)), config.privacy)
     check_eligible(guard.run, model, federation.clients)
     return guard.run, guard
-
-
-def build_sampling(options: Mapping[str, Any]) -> Uniform:
-    """Build the sampling rule from the table `[sampling]`."""
-    name = options["name"]
-    rule: Uniform = call(
-        find_function(SAMPLING, name, "sampling"), (Uniform,), name, "sampling", **_without_name(options)
-    )
-    return rule
 
 
 def build_engine(experiment: Experiment, store: ClientStore) -> SimulationEngine:
@@ -341,26 +286,12 @@ def build_engine(experiment: Experiment, store: ClientStore) -> SimulationEngine
 
 
 def _with_ranks(config: Config, method: Method, clients: Sequence[str]) -> Method:
-    """Check the options of `[model.adapter]` against the run, and give each client the rank that they say.
-
-    Raises:
-        RunError: If the options and the run contradict each other.
-    """
+    """Give each client the rank that the options of `[model.adapter]` say."""
     if "adapter" not in config.model:
         return method
     options = adapter_options(config.model["adapter"])
-    if options.dropout and not config.training.dropout:
-        raise RunError(
-            f"model.adapter.dropout is {options.dropout:g}, but training.dropout is false, so nothing would be "
-            "dropped; leave one of them out"
-        )
     if len(options.bounds) == 1:
         return method
-    if config.privacy is not None and config.privacy.unit == "client":
-        raise RunError(
-            "model.adapter.ranks lets clients send different parameters, but privacy.unit = 'client' hides a client "
-            "among others that send the same; leave model.adapter.ranks out"
-        )
     return rank_by_client(method, options.rank_of(clients))
 
 
@@ -465,18 +396,11 @@ def new_secret(config: Config) -> Key | None:
     reveal that record.
 
     Raises:
-        RunError: If the config names a file for a run without a secret.
         PrivacyError: If the file cannot be used.
     """
     file = config.engine.secret_file
     if file is None:
         return draw() if makes_secret(config) else None
-    if config.privacy is None:
-        raise RunError("engine.secret_file is for the draws of [privacy], which the config does not have; remove it")
-    if config.privacy.repeatable:
-        raise RunError(
-            "privacy.repeatable draws noise from the seed, but engine.secret_file adds to a secret; remove one"
-        )
     return draw(from_file(Path(file)))
 
 
@@ -501,3 +425,34 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise RunError("engine.device is 'cuda', but torch sees no GPU; use 'cpu', or install a CUDA build of torch")
     return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else "cpu" if name == "auto" else name)
+
+
+def _check_plan(run: Run, model: Model, client: str) -> None:
+    """Compute the plan of the first and last round and the adaptation, so that errors come before any training."""
+    for round in (0, run.rounds - 1):
+        plan = plan_for(run.method.plan, model, RoundInfo(round, run.rounds, client))
+        parameter_groups(run.training, model, plan.train)
+    if run.method.adapt:
+        run.method.adapt(model)
+
+
+def _warn_shared_groups(federation: Federation, column: str | None) -> None:
+    """Warn if a value of the group column is at several clients."""
+    shared, total = groups_at_several_clients(federation)
+    if shared:
+        warnings.warn(
+            f"{shared:,} of {total:,} values of column '{column}' have examples at several clients; the guarantee is "
+            "for what one client has of a value, and its cost adds up over clients: use split.name = 'groups' with "
+            "this column, or another split that keeps a value at one client",
+            stacklevel=3,
+        )
+
+
+def _warn_slow_bf16(times: float) -> None:
+    """Warn if bfloat16 is slow on this machine."""
+    if times > 2:
+        warnings.warn(
+            f"bfloat16 is about {times:.0f} times slower than float32 on this CPU; to try a run here, set "
+            "training.precision and model.dtype to 'float32'",
+            stacklevel=3,
+        )

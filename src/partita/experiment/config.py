@@ -8,19 +8,14 @@ import inspect
 import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
-
-import tomli_w
+from typing import Any
 
 from partita import data, methods, models
+from partita.core.method import Method
 from partita.core.options import (
     Option,
     OptionError,
-    Range,
-    Seed,
-    Text,
     format_value,
     options_of,
     unknown_key,
@@ -32,6 +27,7 @@ from partita.core.sampling import SAMPLING
 from partita.core.secure_settings import SecureAggregation
 from partita.data.dataset_files import check_place
 from partita.data.other_data import DOCUMENTS
+from partita.experiment import fits
 from partita.experiment.config_code import (
     anchored,
     changed,
@@ -42,13 +38,17 @@ from partita.experiment.config_code import (
     references_in,
 )
 from partita.experiment.config_tables import (
+    CODE,
     CheckpointConfig,
+    Config,
     EngineConfig,
     EvaluateConfig,
     FederationConfig,
     StopConfig,
+    Table,
     TrackConfig,
     TrainingConfig,
+    drop_none,
 )
 from partita.experiment.run_names import method_label, method_options, option_text
 from partita.experiment.trusted_code import check_trusted
@@ -61,58 +61,6 @@ from partita.record import file_names
 
 class ConfigError(ValueError):
     """The config cannot be read."""
-
-
-Table = Mapping[str, Any]
-CODE = "code"  # the table of a recorded config with the digests of the user's own code
-
-
-@dataclass(frozen=True)
-class Config:
-    """A complete experiment.
-
-    Tables with fixed keys are dataclasses. The tables `method`, `data`, `split`, `model` and `sampling` name a function
-    and hold its options.
-    """
-
-    method: Table
-    data: Table = field(default_factory=lambda: {"name": "digits"})
-    split: Table = field(default_factory=lambda: {"name": "dirichlet", "clients": 10, "alpha": 0.1})
-    model: Table = field(default_factory=lambda: {"name": "vit"})
-    sampling: Table = field(default_factory=lambda: {"name": "uniform"})
-    seed: Annotated[Seed, "random seed for all draws"] = 0
-    rounds: Annotated[int, Range(low=1, high=10**6), "number of rounds"] = 20
-    label: Annotated[
-        Text, "name of the run in tables; by default, the method with the options that are not defaults"
-    ] = ""
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    federation: FederationConfig = field(default_factory=FederationConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    track: TrackConfig = field(default_factory=TrackConfig)
-    privacy: PrivacyConfig | None = None
-    secure_aggregation: SecureAggregation | None = None
-    stop: StopConfig | None = None
-    code: Mapping[str, str] = field(default_factory=dict)  # digest of each file or module of the user's own code
-
-    @property
-    def validation_every(self) -> int:
-        """Rounds between evaluations on the clients' validation parts; 0 for never."""
-        needed = self.stop is not None and self.stop.reads_scores
-        return self.evaluate.validation_every or ((self.evaluate.every or 1) if needed else 0)
-
-    def to_toml(self) -> str:
-        """Return the config as TOML, without values that are None.
-
-        It names own code by the copies in the folder `code` next to it; `references` of this config finds the files.
-        """
-        raw = portable(_drop_none(dataclasses.asdict(self)))
-        return tomli_w.dumps({key: value for key, value in raw.items() if key != CODE or value})
-
-    def references(self) -> list[Reference]:
-        """Return the user's own functions that the config names."""
-        return references_in(dataclasses.asdict(self))
 
 
 NOT_THE_RUN = ("engine.", "track.", "data.memory")  # settings in which starts of the same run may differ
@@ -190,7 +138,7 @@ def schema() -> dict[str, dict[str, Option]]:
 def settings_by_key(config: Config) -> dict[str, str]:
     """Return every setting as a text by its dotted key. Values that mean the same have the same text."""
     texts: dict[str, str] = {}
-    plain = _drop_none(dataclasses.asdict(config))
+    plain = drop_none(dataclasses.asdict(config))
     for key, value in portable(plain).items():
         if isinstance(value, Mapping):
             known = _options_in(key, plain[key])
@@ -332,6 +280,8 @@ def parse(raw: Mapping[str, Any]) -> Config:
 
     Raises:
         OptionError: If a key is unknown or missing, or a value is invalid.
+        RunError: If settings do not go together.
+        MethodError: If the method does not take a setting.
     """
     for key, value in raw.items():
         if key not in Config.__dataclass_fields__:
@@ -349,29 +299,31 @@ def parse(raw: Mapping[str, Any]) -> Config:
     single = {key: value for key, value in plain.items() if key not in _NAMED}
     validate_options(Config, single, "", given=[*_TABLES, *_NAMED, CODE])
     config = Config(**plain, **shaped, code=code)
+    method, built = _filled_method(config.method)
     config = dataclasses.replace(
         config,
-        method=_filled_method(config.method),
+        method=method,
         data=_filled(config.data, "data"),
         split=_filled(config.split, "split"),
         model=_filled(config.model, "model"),
         sampling=_filled(config.sampling, "sampling"),
     )
     config.training.build()
+    fits.check(fits.Parts(config, built))
     return dataclasses.replace(config, label=config.label or method_label(config.method))
 
 
-def _filled_method(table: Table) -> Table:
-    """Fill in all defaults, so that the recorded config is complete."""
+def _filled_method(table: Table) -> tuple[Table, Method]:
+    """Fill in all defaults, so that the recorded config is complete. Return the method too."""
     name, options = _named(table, "method")
-    methods.build(name, options)
+    method = methods.build(name, options)
     defaults = [_defaults(find_function(methods.INDEX, part, "method")) for part in name.split("+")]
     # A config cannot set a key that two composed methods share, so each method keeps its own default.
     own = {
         key: value for part in defaults for key, value in part.items() if sum(key in other for other in defaults) == 1
     }
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    return {"name": name, **own, **given}
+    return {"name": name, **own, **given}, method
 
 
 def _filled(table: Table, where: str) -> Table:
@@ -385,7 +337,7 @@ def _filled(table: Table, where: str) -> Table:
     common = _defaults(shared_by)
     shared = {key: options.pop(key) for key in options_of(shared_by, others) if key in options}
     if where == "model" and "adapter" in shared:
-        shared["adapter"] = _drop_none(dataclasses.asdict(adapter_options(shared["adapter"])))
+        shared["adapter"] = drop_none(dataclasses.asdict(adapter_options(shared["adapter"])))
     validate_options(shared_by, shared, where, others)
     own = validate_options(function, options, where, given, name, others=options_of(shared_by, others))
     return {"name": name, **common, **_defaults(function), **shared, **own}
@@ -403,10 +355,3 @@ def _defaults(function: Any) -> dict[str, Any]:
     return {
         option.name: option.default for option in parameters if option.default not in (inspect.Parameter.empty, None)
     }
-
-
-def _drop_none(value: Any) -> Any:
-    """Remove None values: TOML has no null."""
-    if isinstance(value, Mapping):
-        return {key: _drop_none(item) for key, item in value.items() if item is not None}
-    return [_drop_none(item) for item in value] if isinstance(value, tuple | list) else value

@@ -1,11 +1,14 @@
-"""The tables of a config that have fixed keys, as dataclasses. Each key has its type, its help and its default."""
+"""A config and its tables with fixed keys, as dataclasses. Each key has its type, its help and its default."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Literal
 
+import tomli_w
+
+from partita.core.method import Method
 from partita.core.optim import SGD, AdamW, Optimizer, Schedule
 from partita.core.options import (
     MAX_NUMBER,
@@ -16,14 +19,23 @@ from partita.core.options import (
     Positive,
     PositiveShare,
     Range,
+    Seed,
     Share,
     Text,
     Whole,
     closest_match,
 )
+from partita.core.own_code import Reference
+from partita.core.rng import Key
+from partita.core.sampling import Uniform
+from partita.core.secure_settings import SecureAggregation
 from partita.core.settings import Augmentation, Run, Training
 from partita.engines.attackers import AttackKind
+from partita.experiment.config_code import portable, references_in
+from partita.privacy.guard import PrivacyConfig
 
+Table = Mapping[str, Any]
+CODE = "code"  # the table of a recorded config with the digests of the user's own code
 Processes = Annotated[int, Range(low=1, high=1024)]
 
 
@@ -298,3 +310,99 @@ class StopConfig:
     def reads_scores(self) -> bool:
         """Whether a condition reads scores on the clients' validation parts."""
         return self.patience is not None or self.target is not None
+
+
+@dataclass(frozen=True)
+class Config:
+    """A complete experiment.
+
+    Tables with fixed keys are dataclasses. The tables `method`, `data`, `split`, `model` and `sampling` name a function
+    and hold its options.
+    """
+
+    method: Table
+    data: Table = field(default_factory=lambda: {"name": "digits"})
+    split: Table = field(default_factory=lambda: {"name": "dirichlet", "clients": 10, "alpha": 0.1})
+    model: Table = field(default_factory=lambda: {"name": "vit"})
+    sampling: Table = field(default_factory=lambda: {"name": "uniform"})
+    seed: Annotated[Seed, "random seed for all draws"] = 0
+    rounds: Annotated[int, Range(low=1, high=10**6), "number of rounds"] = 20
+    label: Annotated[
+        Text, "name of the run in tables; by default, the method with the options that are not defaults"
+    ] = ""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    federation: FederationConfig = field(default_factory=FederationConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+    privacy: PrivacyConfig | None = None
+    secure_aggregation: SecureAggregation | None = None
+    stop: StopConfig | None = None
+    code: Mapping[str, str] = field(default_factory=dict)  # digest of each file or module of the user's own code
+
+    @property
+    def validation_every(self) -> int:
+        """Rounds between evaluations on the clients' validation parts; 0 for never."""
+        needed = self.stop is not None and self.stop.reads_scores
+        return self.evaluate.validation_every or ((self.evaluate.every or 1) if needed else 0)
+
+    def to_toml(self) -> str:
+        """Return the config as TOML, without values that are None.
+
+        It names own code by the copies in the folder `code` next to it; `references` of this config finds the files.
+        """
+        raw = portable(drop_none(asdict(self)))
+        return tomli_w.dumps({key: value for key, value in raw.items() if key != CODE or value})
+
+    def references(self) -> list[Reference]:
+        """Return the user's own functions that the config names."""
+        return references_in(asdict(self))
+
+    def run(
+        self,
+        method: Method,
+        key: Key,
+        sampling: Uniform,
+        classes: Sequence[str] = (),
+        examples: Mapping[str, int] | None = None,
+        secret: Key | None = None,
+    ) -> Run:
+        """Create the run, without its privacy.
+
+        Args:
+            method: The method.
+            key: The key of the run.
+            sampling: How cohorts are drawn.
+            classes: The names of the task's classes.
+            examples: The number of training examples by client.
+            secret: The key for private draws.
+
+        Raises:
+            RunError: If settings do not go together.
+        """
+        federate = self.federation
+        return Run(
+            replace(method, carry_optimizer=method.carry_optimizer or self.training.keep_optimizer),
+            self.training.build(classes),
+            self.rounds,
+            key,
+            cohort=1.0 if method.pool else federate.cohort,
+            min_updates=federate.min_updates,
+            skip_failed_clients=federate.skip_failed_clients,
+            clients_have_initial_model=federate.clients_have_initial_model,
+            max_norm=federate.max_norm,
+            max_examples=federate.max_examples,
+            examples=examples,
+            drift=self.evaluate.drift,
+            secret=secret,
+            sampling=sampling,
+            secure_aggregation=self.secure_aggregation,
+        )
+
+
+def drop_none(value: Any) -> Any:
+    """Remove None values: TOML has no null."""
+    if isinstance(value, Mapping):
+        return {key: drop_none(item) for key, item in value.items() if item is not None}
+    return [drop_none(item) for item in value] if isinstance(value, tuple | list) else value

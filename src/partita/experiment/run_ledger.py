@@ -10,7 +10,7 @@ from partita.core.rounds import Listener
 from partita.experiment.builder import Experiment
 from partita.experiment.config import shared_digest
 from partita.privacy.guard import PrivacyGuard
-from partita.privacy.ledger import Charge, Ledger, LedgerError
+from partita.privacy.ledger import Charge, Ledger
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,7 @@ def open_ledger(experiment: Experiment, place: Path) -> RunLedger | None:
     if config.engine.ledger is None:
         return None
     ledger = Ledger.load(Path(config.engine.ledger))
-    if guard is None:
-        raise LedgerError(
-            "engine.ledger is set, but the run adds no noise, so there is no epsilon to charge; add a table [privacy]"
-        )
-    if guard.privacy_config.repeatable:
-        raise LedgerError(
-            "engine.ledger is set, but privacy.repeatable draws noise that anyone can recompute; leave one of them out"
-        )
-    if guard.privacy_config.unit == "client":
-        raise LedgerError(
-            "engine.ledger is a site's, but with privacy.unit = 'client' the server adds the noise; leave "
-            "engine.ledger out, or use another unit"
-        )
+    assert guard is not None  # a config with a ledger is private
     ledger.check_unit(guard.privacy_config.unit, guard.privacy_config.group)
     assert experiment.run.secret is not None  # the noise of a run that is not repeatable
     identity = (experiment.run.secret / "ledger" / str(place.resolve())).digest(8).hex()

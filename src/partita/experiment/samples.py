@@ -11,8 +11,6 @@ import torch
 from partita.core import tensors
 from partita.core.data import IGNORE_INDEX, Batch
 from partita.core.model import Model
-from partita.core.plan import RoundInfo, plan_for
-from partita.core.settings import Run, RunError
 from partita.core.tensors import Tensors
 from partita.data import Task
 from partita.evaluation import sample_texts
@@ -33,7 +31,6 @@ from partita.tasks import (
 )
 
 if TYPE_CHECKING:
-    from partita.experiment.config import Config
     from partita.experiment.config_tables import EvaluateConfig
 
 WRITERS = (CHAT, CHOICE, SEQ2SEQ)  # kinds whose examples have a text to write
@@ -42,42 +39,6 @@ MAX_NEW_TOKENS = 64
 THUMBNAIL = 32  # pixels of the longest side of a sample image
 MAX_IMAGE = 3072  # bytes of a sample image; 4 kB as text
 NOTHING = "none"  # no label or no entity
-
-
-def check_samples(config: Config, run: Run, model: Model, task: Task, client: str) -> None:
-    """Raise a RunError if samples cannot be recorded.
-
-    Args:
-        config: The config of the run.
-        run: The run.
-        model: The model.
-        task: The task.
-        client: Any client.
-    """
-    count = config.evaluate.samples
-    if not count:
-        return
-    if config.privacy:
-        raise RunError(
-            f"evaluate.samples is {count}, but samples are test examples in full, and a private run records no "
-            "example; leave it out"
-        )
-    if task.kind not in (*WRITERS, *CLASSIFIERS):
-        raise RunError(
-            f"evaluate.samples is {count}, but a task of kind '{task.kind.name}' has no label or text for an example; "
-            "leave it out"
-        )
-    if config.engine.cache_frozen:
-        raise RunError(
-            f"evaluate.samples is {count}, but with engine.cache_frozen examples are kept as features of the frozen "
-            "layers, which no one can read; leave one of them out"
-        )
-    plans = [plan_for(run.method.plan, model, RoundInfo(round, run.rounds, client)) for round in (0, run.rounds - 1)]
-    if any(plan.keep for plan in plans) or run.method.adapt is not None:
-        raise RunError(
-            f"evaluate.samples is {count}, but with {run.method.name} every client has a model of its own, and samples "
-            "are answers of a model that all share; leave it out"
-        )
 
 
 def sample_answers(
@@ -95,7 +56,8 @@ def sample_answers(
         params: The server's parameters after training.
     """
     if task.kind in CLASSIFIERS:
-        return _sample_predictions(task, model, (initial, params), wanted.samples)
+        with torch.inference_mode():
+            return _sample_predictions(task, model, (initial, params), wanted.samples)
     before, after = (
         sample_texts(model, each, task.test, wanted.samples, wanted.max_new_tokens or MAX_NEW_TOKENS)
         for each in (initial, params)
@@ -106,7 +68,6 @@ def sample_answers(
     ]
 
 
-@torch.inference_mode()
 def _sample_predictions(task: Task, model: Model, versions: Sequence[Tensors], count: int) -> list[dict[str, Any]]:
     """Return samples of a task with labels, tags or numbers. They are spread over the test set, which may be sorted."""
     count = min(count, len(task.test))

@@ -29,7 +29,7 @@ def find_groups(task: Task, column: str | None) -> Groups:
         column: The column of the test rows.
 
     Raises:
-        OptionError: If there is no such column, if it has one value or very many, or if texts are cut into windows.
+        OptionError: If there is no such column, or if it has one value or very many.
     """
     if column is None:
         return {}
@@ -37,10 +37,6 @@ def find_groups(task: Task, column: str | None) -> Groups:
         known = task.test_columns
         hint = closest_match(column, known) if known else "leave evaluate.subgroups out"
         raise OptionError(f"evaluate.subgroups is '{column}', but the test rows have no such column; {hint}")
-    if getattr(task.test, "documents", None) is not None:
-        raise OptionError(
-            "evaluate.subgroups does not work with data.long_texts = 'windows'; set one of them to another value"
-        )
     values, codes = np.unique(task.test_columns[column], return_inverse=True)
     if not 1 < len(values) <= MAX_GROUPS:
         raise OptionError(

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from partita.core.client_rule import ClientRule, PrivacyRelease
@@ -15,7 +16,6 @@ from partita.core.model import Model
 from partita.core.options import Count, NotNegative, Positive, Range
 from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.rounds import initial_server
-from partita.core.sampling import Uniform
 from partita.core.settings import Run
 from partita.core.update_transform import UpdateTransform
 from partita.privacy.client_level import protect_clients
@@ -228,6 +228,37 @@ class PrivacyGuard:
         }
 
 
+def protect(run: Run, privacy_config: PrivacyConfig, cohort: int, noise: float) -> Run:
+    """Return the run with its privacy, under this noise.
+
+    Args:
+        run: The run without privacy.
+        privacy_config: The settings.
+        cohort: The number of clients per round.
+        noise: The noise, in multiples of the clip.
+
+    Raises:
+        MethodError: If the method cannot be made private.
+        PrivacyError: If the noise does not fit the settings.
+    """
+    if privacy_config.unit == "client" and run.secure_aggregation is not None:
+        return protect_at_clients(run, cohort, privacy_config.clip, noise)
+    if privacy_config.unit == "client":
+        method = protect_clients(run.method, privacy_config.clip, noise, cohort)
+        # Drift is off because it is measured on updates before the noise.
+        return replace(run, method=method, hidden_cohorts=True, drift=False)
+    private = DPSGDSettings(
+        privacy_config.clip,
+        noise,
+        privacy_config.sampling,
+        privacy_config.clipping,
+        privacy_config.microbatch,
+        privacy_config.unit == "group",
+        privacy_config.max_per_group,
+    )
+    return replace(run, method=replace(run.method, privacy=private))
+
+
 def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_config: PrivacyConfig) -> PrivacyGuard:
     """Find the noise for the planned rounds, cohorts and steps, and make the run's method private.
 
@@ -242,16 +273,11 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
         MethodError: If the method cannot be made private.
     """
     of_clients = privacy_config.unit == "client"
-    _check_sampling(run.sampling, of_clients)
     cohort = run.cohort_size(len(sizes))
     units = len(sizes) if of_clients else max(sizes.values())
     delta = _delta(privacy_config, units)
     at_clients = of_clients and run.secure_aggregation is not None
-    if at_clients and privacy_config.accountant == "pld":
-        raise PrivacyError(
-            "privacy.accountant is 'pld', but noise at the clients is a sum of discrete Gaussians, which only 'rdp' "
-            "bounds; use that, or 'auto'"
-        )
+    assert not (at_clients and privacy_config.accountant == "pld")  # a config with both is refused
     by = (
         privacy_config.accountant
         if privacy_config.accountant != "auto"
@@ -266,24 +292,7 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
             "find the noise with 'partita budget', and set privacy.noise"
         )
 
-    def under(noise: float) -> Run:
-        if at_clients:
-            return protect_at_clients(run, cohort, privacy_config.clip, noise)
-        if of_clients:
-            method = protect_clients(run.method, privacy_config.clip, noise, cohort)
-            # Drift is off because it is measured on updates before the noise.
-            return replace(run, method=method, hidden_cohorts=True, drift=False)
-        private = DPSGDSettings(
-            privacy_config.clip,
-            noise,
-            privacy_config.sampling,
-            privacy_config.clipping,
-            privacy_config.microbatch,
-            privacy_config.unit == "group",
-            privacy_config.max_per_group,
-        )
-        return replace(run, method=replace(run.method, privacy=private))
-
+    under = partial(protect, run, privacy_config, cohort)
     trial_run = under(1.0 if privacy_config.noise is None else privacy_config.noise)
     in_effect = noise_in_effect(trial_run, model, cohort) if trial_run.client_noise else None
     account = PrivacySpending(delta, by, of_clients, in_effect=in_effect)
@@ -321,20 +330,6 @@ def _noise_added(run: Run, unit: str) -> str:
     if run.secure_aggregation is not None:
         return "at the clients, before secure aggregation; the server is not trusted"
     return "at the server, which is trusted"
-
-
-def _check_sampling(rule: Uniform, of_clients: bool) -> None:
-    """Refuse sampling rules for which the accounting does not hold."""
-    if rule.uses_losses:
-        raise PrivacyError(
-            f"sampling.name = '{rule.name}' reads the clients' training losses, which a private run withholds; use "
-            "'uniform'"
-        )
-    if of_clients and type(rule) is not Uniform:
-        raise PrivacyError(
-            f"sampling.name = '{rule.name}' does not draw all clients with the same probability, which the epsilon of "
-            "client-level privacy assumes; use 'uniform', or privacy.unit = 'example'"
-        )
 
 
 def _keeps_state(method: Method, plans: Iterable[Plan]) -> bool:

@@ -39,6 +39,12 @@ def why_not(method: Method) -> str | None:
     return None
 
 
+def check_method(method: Method) -> None:
+    """Raise a MethodError if a method cannot aggregate securely whatever its plan is."""
+    if reason := why_not(method):
+        raise MethodError(f"{method.name} cannot aggregate securely: {reason}; leave out [secure_aggregation]")
+
+
 def check_eligible(run: Run, model: Model, clients: Sequence[str]) -> None:
     """Check that a run can aggregate securely, before its first round.
 
@@ -51,24 +57,13 @@ def check_eligible(run: Run, model: Model, clients: Sequence[str]) -> None:
 
     Raises:
         MethodError: If the method cannot.
-        RunError: If a setting needs single updates.
+        RunError: If a client has no key to sign with.
         ProtocolError: If the cohort is too small, or if its sum does not fit the fixed-point format.
     """
     settings = run.secure_aggregation
     if settings is None:
         return
-    if reason := why_not(run.method):
-        raise MethodError(f"{run.method.name} cannot aggregate securely: {reason}; leave out [secure_aggregation]")
-    if run.max_norm is not None:
-        raise RunError(
-            "federation.max_norm bounds single updates, which secure aggregation hides; leave one of them out, or set "
-            "training.clip"
-        )
-    if run.sampling.uses_losses:
-        raise RunError(
-            f"sampling.name = '{run.sampling.name}' reads the clients' training losses, which secure aggregation "
-            "hides; use 'uniform'"
-        )
+    check_method(run.method)
     if settings.signers is not None:
         ssh_verifier(settings.signers)
         if lacking := sorted(set(clients) - settings.signers.keys()):
@@ -116,7 +111,7 @@ def check_plans(run: Run, number: int, plans: Iterable[tuple[str, Plan]]) -> Non
 
 def counts_alike(run: Run) -> bool:
     """Whether all updates have the weight 1."""
-    return run.sampling.equal_weights or any(transform.hides for transform in run.method.transforms)
+    return run.sampling.equal_weights or run.hides_clients
 
 
 def fixed_point_of(run: Run, clients: int) -> FixedPoint:

@@ -121,9 +121,7 @@ def evaluate(site: Site, content: RecordDict) -> RecordDict:
         return messages.encode_error(
             ErrorReply(f"{site.run.method.name} adapts to training examples before it is scored, without adding noise")
         )
-    if request.part == "validation" and (
-        site.run.method.privacy or any(transform.hides for transform in site.run.method.transforms)
-    ):
+    if request.part == "validation" and (site.run.method.privacy or site.run.hides_clients):
         return messages.encode_error(ErrorReply("a private run does not report scores on validation examples"))
     job = _job(site, request, plan, _read_copy(site, request))
     if isinstance(job, ErrorReply):
