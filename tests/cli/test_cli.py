@@ -16,7 +16,7 @@ import pytest
 from helpers import SMALL_VIT
 from shell import Shell
 
-from partita.experiment import builder, process_pool, run_folder
+from partita.experiment import pace, process_pool, run_folder
 from partita.experiment.compare import expand
 from partita.methods import INDEX
 from partita.record import file_names
@@ -117,7 +117,7 @@ def test_plan_command_groups_by_role_layer_or_name(run_partita: Shell, config: P
 def test_slow_bfloat16_on_a_cpu_gives_a_one_line_warning(
     times: float, told: str | None, run_partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builder, "bf16_slowdown", lambda: times)
+    monkeypatch.setattr(pace, "bf16_slowdown", lambda: times)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         words = (
@@ -143,7 +143,7 @@ def test_slow_bfloat16_on_a_cpu_gives_a_one_line_warning(
 def test_float32_run_does_not_measure_bfloat16(
     run_partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builder, "bf16_slowdown", lambda: pytest.fail("nobody asked"))
+    monkeypatch.setattr(pace, "bf16_slowdown", lambda: pytest.fail("nobody asked"))
     assert run_partita("run", "-c", config, "--set", "rounds=1", "--out", tmp_path / "run")[0] == 0
 
 

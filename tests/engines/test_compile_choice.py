@@ -17,7 +17,7 @@ from partita.core.settings import RunError
 from partita.engines import compile_choice
 from partita.engines.compile_choice import COMPILE_SECONDS, GAINS, MARGIN, RATES, SECONDS_PER_STEP, CompileChoice
 from partita.engines.program_cache import VARIABLE
-from partita.experiment import builder
+from partita.experiment import builder, pace
 from partita.experiment.config import Config
 from partita.experiment.run_folder import read_rows
 from partita.experiment.runner import describe_compute, resume, start
@@ -106,7 +106,7 @@ def test_work_is_counted_from_an_example() -> None:
 
 
 def auto_says(monkeypatch: pytest.MonkeyPatch, choice: CompileChoice) -> None:
-    monkeypatch.setattr(builder, "choose_compile", lambda *_: choice)
+    monkeypatch.setattr(pace, "choose_compile", lambda *_: choice)
 
 
 def auto(rounds: int = 2, **engine: Any) -> Config:
@@ -164,7 +164,7 @@ def test_programs_that_others_could_replace_are_not_loaded(tmp_path: Path, monke
     monkeypatch.setenv(VARIABLE, str(tmp_path / "open"))
     auto_says(monkeypatch, CompileChoice(True, "it saves 7 s"))
     experiment = builder.build(auto())
-    assert experiment.graphs is None
-    assert "other users can write to it" in experiment.compiling.reason
+    assert experiment.pace.graphs is None
+    assert "other users can write to it" in experiment.pace.compiling.reason
     with pytest.raises(RunError, match="other users can write to it"):
         builder.build(auto(compile=True))

@@ -466,6 +466,6 @@ def test_the_model_is_asked_before_the_run_is_built(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_run_is_asked_before_the_block_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "_choose_block", _stop)
+    monkeypatch.setattr(builder, "choose_pace", _stop)
     with pytest.raises(RunError, match=r"method\.name is 'fedper': every client has a model of its own"):
         builder.build(parse({**BASE, "evaluate": {"samples": 1}, "method": {"name": "fedper"}}))

@@ -12,8 +12,9 @@ from helpers import final_params, play, small_config
 from partita.core import tensors
 from partita.core.client import OPTIMIZER_PREFIX
 from partita.core.method_error import MethodError
-from partita.experiment.builder import Experiment, build
+from partita.experiment.builder import build
 from partita.experiment.config import Config
+from partita.experiment.experiment import Experiment
 from partita.experiment.runner import resume, start
 from partita.storage.client_store import MemoryStore
 

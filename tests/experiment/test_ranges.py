@@ -353,7 +353,7 @@ def test_allocation_of_all_free_memory_is_accepted(free: int, monkeypatch: pytes
 
 
 def test_small_experiment_is_built() -> None:
-    assert build(parse(TINY)).block == 3
+    assert build(parse(TINY)).pace.block == 3
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from partita.engines.secure import SecureEngine
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder
 from partita.experiment.base_digest import check_base
-from partita.experiment.builder import Experiment, build
+from partita.experiment.builder import build
 from partita.experiment.config import load_recorded
+from partita.experiment.experiment import Experiment
 from partita.privacy.canaries import (
     CanaryPopulation,
     Eavesdropper,
@@ -144,7 +145,7 @@ def _on_mechanism(experiment: Experiment, folder: Path, server: Server) -> list[
         in_clear = replace(short, secure_aggregation=None, client_noise=None)
         return [*check_clients(in_clear, model, engine, server, cohorts), *at_clients]
     return [
-        *check_examples(run, model, federation, server, experiment.block),
+        *check_examples(run, model, federation, server, experiment.pace.block),
         *check_choice(run, model, federation, server),
     ]
 
@@ -229,7 +230,7 @@ def _train_with_canaries(
     """Train with canaries. Returns the eavesdropper's scores and the final loss, both per canary."""
     run, model = experiment.run, experiment.model
     engine = SimulationEngine(
-        run, model, canary_population, experiment.block, experiment.device, availability=experiment.availability
+        run, model, canary_population, experiment.pace.block, experiment.device, availability=experiment.availability
     )
     eavesdropper = Eavesdropper(run, model, canary_population)
     server: Server | None = None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from partita.core.settings import RunError
 from partita.experiment import run_folder
-from partita.experiment.builder import Experiment
+from partita.experiment.experiment import Experiment
 from partita.record import file_names
 from partita.storage.atomic_files import read_json
 

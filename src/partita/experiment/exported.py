@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 
 from partita import data
 from partita.core.options import closest_match
-from partita.experiment.builder import Experiment
 from partita.experiment.config_code import portable
+from partita.experiment.experiment import Experiment
 from partita.record.file_names import EXPORTED
 from partita.storage import atomic_files
 from partita.tasks import KINDS

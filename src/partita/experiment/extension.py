@@ -16,7 +16,8 @@ from partita.core.rng import Key
 from partita.core.server_rule import ServerRule
 from partita.core.settings import Run
 from partita.experiment import run_folder
-from partita.experiment.builder import Experiment, build_method, build_run
+from partita.experiment.builder import build_method, build_run
+from partita.experiment.experiment import Experiment
 from partita.record import file_names
 
 

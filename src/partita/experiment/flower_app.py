@@ -25,10 +25,11 @@ from partita.engines.flower.client import client_app
 from partita.engines.flower.server import FlowerEngine, server_app
 from partita.engines.flower.site import Site
 from partita.experiment import run_folder
-from partita.experiment.builder import Experiment, build, client_names, new_secret
+from partita.experiment.builder import build, client_names, new_secret
 from partita.experiment.config import SITES_OWN, Config, differences, load, load_recorded, shared_digest
 from partita.experiment.config_code import code_copies
 from partita.experiment.config_tables import TrackConfig
+from partita.experiment.experiment import Experiment
 from partita.experiment.gc_freeze import importing
 from partita.experiment.round_log import Row
 from partita.experiment.run_ledger import open_ledger

@@ -20,8 +20,9 @@ from partita.core.tensors import select
 from partita.engines.availability import Availability
 from partita.engines.dry_run import dry_run, null_update
 from partita.engines.secure_setup import protection, round_setup, shape_bytes
-from partita.experiment.builder import Experiment, build, build_method
+from partita.experiment.builder import build, build_method
 from partita.experiment.config import Config, parse
+from partita.experiment.experiment import Experiment
 from partita.methods import NEEDS_DUAL_ENCODER, NEEDS_FACTORS
 from partita.secure_aggregation.costs import client_costs
 from partita.secure_aggregation.fixed_point import NUMBERS

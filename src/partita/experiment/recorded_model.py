@@ -14,8 +14,9 @@ from partita.core.settings import RunError
 from partita.core.tensors import Tensors
 from partita.experiment import run_folder
 from partita.experiment.base_digest import check_base
-from partita.experiment.builder import Experiment, build
+from partita.experiment.builder import build
 from partita.experiment.config import load_recorded
+from partita.experiment.experiment import Experiment
 from partita.record import file_names
 from partita.storage import checkpoint
 from partita.storage.atomic_files import list_checksummed, number_in_name

@@ -22,7 +22,7 @@ from partita.evaluation import evaluate
 from partita.evaluation.evaluator import by_type, without_types
 from partita.experiment import early_stopping, run_folder
 from partita.experiment.alarms import LONG_WINDOW, RoundSummary, check_round, check_test, check_window, summarize
-from partita.experiment.builder import Experiment
+from partita.experiment.experiment import Experiment
 from partita.experiment.subgroups import SMALL, score_groups
 from partita.methods.layer_votes import LayerVote
 from partita.privacy.disclosure import withhold
@@ -185,7 +185,7 @@ def evaluate_round(
     federation, model = experiment.federation, experiment.model
     clients = early_stopping.evaluated_clients(experiment.config, engine.clients())
 
-    forward = experiment.graphs.forward if experiment.graphs else logits_and_losses
+    forward = experiment.pace.graphs.forward if experiment.pace.graphs else logits_and_losses
 
     def jobs() -> Iterator[Job]:
         return _jobs(experiment, result, clients)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from partita.core.client import Job
 from partita.core.rounds import Listener
-from partita.experiment.builder import Experiment
 from partita.experiment.config import shared_digest
+from partita.experiment.experiment import Experiment
 from partita.privacy.guard import PrivacyGuard
 from partita.privacy.ledger import Charge, Ledger
 

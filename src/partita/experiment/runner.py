@@ -26,9 +26,10 @@ from partita.engines.simulation import SimulationEngine
 from partita.evaluation.metrics import NEW_CLASS_METRICS
 from partita.experiment import extension, run_folder
 from partita.experiment.base_digest import BASE_DIGEST, check_base
-from partita.experiment.builder import Experiment, build, build_engine, makes_secret, new_secret
+from partita.experiment.builder import build, build_engine, makes_secret, new_secret
 from partita.experiment.config import Config, differences, load_recorded
 from partita.experiment.config_code import code_copies
+from partita.experiment.experiment import Experiment
 from partita.experiment.progress_file import Connected, OnReply, ReplyCounter, record_progress
 from partita.experiment.round_log import log_round, restore_history, stages, why_stop
 from partita.experiment.run_ledger import RunLedger, open_ledger
@@ -179,15 +180,15 @@ def prepare(experiment: Experiment, folder: Path) -> None:
     run_folder.write(folder / file_names.CONFIG, derived.pop(file_names.CONFIG))
     notes = "; ".join(experiment.federation.task.notes) or IN_MEMORY
     notes = "withheld" if experiment.guard and notes != IN_MEMORY else notes  # notes may count what clients hold
-    chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly", "data": notes}
+    chosen = {"block": experiment.pace.block, "steps": experiment.pace.graphs or "taken plainly", "data": notes}
     if experiment.base_digest:
         chosen[BASE_DIGEST] = experiment.base_digest
-    if experiment.one_by_one:
-        chosen["one_by_one"] = experiment.one_by_one
-    if experiment.findings:
-        chosen["findings"] = "; ".join(experiment.findings)
-    if experiment.compiling.reason:
-        chosen["compile"] = experiment.compiling.reason
+    if experiment.pace.one_by_one:
+        chosen["one_by_one"] = experiment.pace.one_by_one
+    if experiment.pace.findings:
+        chosen["findings"] = "; ".join(experiment.pace.findings)
+    if experiment.pace.compiling.reason:
+        chosen["compile"] = experiment.pace.compiling.reason
     run_folder.write_json(folder / file_names.ENVIRONMENT, run_folder.environment(experiment.device, **chosen))
     for name, data in derived.items():
         run_folder.write(folder / name, data)
@@ -336,8 +337,8 @@ def _resolved(experiment: Experiment) -> Config:
 
     A run that is compiled stays at "auto", so that a failure of the compiler is no error. A longer run is compiled too.
     """
-    engine = replace(experiment.config.engine, clients_per_block=experiment.block)
-    if not experiment.compiling.compile:
+    engine = replace(experiment.config.engine, clients_per_block=experiment.pace.block)
+    if not experiment.pace.compiling.compile:
         engine = replace(engine, compile=False)
     return replace(experiment.config, engine=engine)
 

@@ -18,7 +18,7 @@ from partita.core.rounds import initial_server, make_job
 from partita.core.secure_settings import SecureAggregation
 from partita.core.tensors import Names
 from partita.engines.secure_setup import bytes_up
-from partita.experiment.builder import Experiment
+from partita.experiment.experiment import Experiment
 from partita.privacy.spending import TRAINING, releases_of
 
 NO_ROLE = "–"  # as `partita plan` prints it

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from partita.core.client import ClientError
 from partita.data import Federation
 from partita.data.errors import DataError
-from partita.experiment.builder import Experiment
 from partita.experiment.config import Config
+from partita.experiment.experiment import Experiment
 from partita.site.config import SiteConfig
 
 PACKAGE = Path(__file__).parents[2]  # partita

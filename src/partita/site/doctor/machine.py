@@ -12,7 +12,7 @@ import torch
 
 from partita.core import memory
 from partita.core.plan import RoundInfo, plan_for
-from partita.experiment.builder import Experiment
+from partita.experiment.experiment import Experiment
 from partita.site.doctor.checks import Examined, Outcome, failed, ok, warning
 
 # The versions that the group agreed on, as pip reads them: name==version. The first of these that exists counts.

@@ -25,8 +25,8 @@ from partita.engines.flower import messages
 from partita.engines.flower.client import train
 from partita.engines.flower.fingerprints import Fingerprints
 from partita.engines.flower.site import Site
-from partita.experiment.builder import Experiment
 from partita.experiment.config import shared_digest
+from partita.experiment.experiment import Experiment
 from partita.site.config import SiteConfig
 from partita.site.doctor.checks import Examined, Outcome, failed, ok
 

@@ -17,9 +17,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from partita.experiment import flower_app
-from partita.experiment.builder import Experiment, build
+from partita.experiment.builder import build
 from partita.experiment.config import Config, load
 from partita.experiment.config_code import code_copies
+from partita.experiment.experiment import Experiment
 from partita.privacy.guard import PrivacyConfig
 from partita.site.kit.group import ABSOLUTE, SERVER, Group, GroupSite, Images, is_absolute
 from partita.site.kit.plan_needs import Needs, by_role, needs_of
