@@ -119,7 +119,7 @@ class TorchLoop:
 
     def renew(self) -> None:
         """Create a new optimizer for the same parameters."""
-        ours, values = self.training.optimizer, list(self.params.values())
+        ours, values = self.training.steps_by, list(self.params.values())
         if isinstance(ours, SGD):
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
                 values, self.training.lr, momentum=ours.momentum, weight_decay=ours.weight_decay, nesterov=ours.nesterov

@@ -221,7 +221,7 @@ def check(case: str) -> Checked:
 
 def draws_all(model: FunctionalModel, kind: str) -> bool:
     """Return whether a round with the dropout of the model's config leaves none of it out."""
-    run = Run(fedper(), Training(lr=0.1, batch_size=2), rounds=1, key=Key(3))
+    run = Run(fedper(), Training(lr=0.1, optimizer="sgd", batch_size=2), rounds=1, key=Key(3))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         play(run, model, TwoClients(kind))
@@ -250,7 +250,7 @@ def check_round(model: FunctionalModel, kind: str, together: bool) -> None:
     """One round trains everything that the plan trains, and leaves what it freezes bit for bit as it was."""
     has_kernel = {"query", "key"} <= {tag for tags in model.tags.values() for tag in tags}
     method: Method = fedfrozen(warmup=0) if has_kernel else fedper()
-    run = Run(method, Training(lr=0.1, batch_size=2), rounds=1, key=Key(3))
+    run = Run(method, Training(lr=0.1, optimizer="sgd", batch_size=2), rounds=1, key=Key(3))
     after = final_params(play(run, model, TwoClients(kind)))
     frozen = model.names("query", "key") if has_kernel else model.names("head")  # of the server, in FedPer
     for name, value in model.initial.items():

@@ -158,7 +158,7 @@ def test_invalid_options_are_refused_with_key_value_and_remedy(
 @settings(max_examples=60)
 def test_training_options_are_accepted_or_refused(options: dict[str, Any]) -> None:
     numbers = {key: value for key, value in options.items() if key != "precision"}
-    right = "lr" in options and "lrr" not in options and all(isinstance(value, int) for value in numbers.values())
+    right = "lrr" not in options and all(isinstance(value, int) and value > 0 for value in numbers.values())
     if right and options.get("precision", "float32") == "float32":
         assert validate_options(Training, options, "training") == options
     else:

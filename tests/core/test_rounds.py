@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from partita.core.data import Examples
 from partita.core.method import Method
 from partita.core.method_error import MethodError
 from partita.core.model import Model
-from partita.core.optim import AdamW
+from partita.core.optim import SGD, AdamW
 from partita.core.plan import Plan, RoundInfo, share, share_everything
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, RoundResult, initial_server, make_job, rounds
@@ -369,11 +369,16 @@ def test_undeclared_slot_is_refused() -> None:
             next(rounds(toy_run(fedavg(), 1), MODEL, engine))
 
 
+class FarSteps(SGD):
+    def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, step_counts: Mapping[str, int]) -> None:
+        super().step(params, grads, state, 1e30, step_counts)
+
+
 @pytest.mark.parametrize("block", [1, 3])
 def test_non_finite_delta_is_refused_even_when_losses_are_finite(block: int) -> None:
     far = Clients(a=5, b=6, c=7)
     far.parts["b"] = ToyExamples(far.parts["b"].x * 1e9, far.parts["b"].y)
-    run = toy_run(fedavg(), 1, lr=1e30, steps=1, min_updates=0)
+    run = toy_run(fedavg(), 1, FarSteps(), steps=1, min_updates=0)
     with pytest.raises(ClientError, match=r"norm .* is implausible"):
         play(run, MODEL, far, block=block)
     [played] = play(replace(run, skip_failed_clients=True), MODEL, far, block=block)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from helpers import toy_run
+from hypothesis import given
+from hypothesis import strategies as st
 
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.method_error import MethodError
 from partita.core.optim import SGD, AdamW, Schedule
+from partita.core.options import OptionError
 from partita.core.rng import Key
 from partita.core.sampling import Uniform
 from partita.core.settings import Run, RunError, Training
@@ -21,8 +25,9 @@ from partita.privacy.client_level import protect_clients
 
 
 def test_training_has_documented_defaults() -> None:
-    training = Training(lr=0.1)
-    assert training == Training(0.1, SGD(), Schedule(), 32, 1, None, None, "float32")
+    training = Training()
+    assert (training.lr, training.steps_by, training.rates) == (1e-3, AdamW(weight_decay=0.01), Schedule())
+    assert (training.batch_size, training.epochs, training.steps, training.clip) == (32, 1, None, None)
     smallest = Training(lr=1e-9, batch_size=1, epochs=1, steps=1, clip=1e-9, precision="bfloat16")
     assert (smallest.steps, smallest.clip) == (1, 1e-9)
 
@@ -62,11 +67,66 @@ def test_run_has_documented_defaults() -> None:
         ("warmup_steps", -1),
         ("layer_decay", 0.0),
         ("layer_decay", 1.5),
+        ("label_smoothing", 1.0),
+        ("loss_average", "words"),
+        ("optimizer", "adam"),
+        ("optimizer", Schedule()),
+        ("optimizer", SGD),
+        ("schedule", SGD()),
     ],
 )
 def test_invalid_training_settings_are_refused(setting: str, value: Any) -> None:
-    with pytest.raises(RunError, match=rf"training\.{setting} is '?{value}"):
-        Training(**{"lr": 0.1, setting: value})
+    with pytest.raises(OptionError, match=rf"training\.{setting} is '?{re.escape(str(value))}'?; it must be"):
+        Training(**{setting: value})
+
+
+@given(
+    momentum=st.floats(0.01, 0.99), decay=st.none() | st.floats(0, 1), nesterov=st.booleans(), epochs=st.integers(1, 9)
+)
+def test_a_name_and_its_keys_are_the_object(momentum: float, decay: float | None, nesterov: bool, epochs: int) -> None:
+    sgd = Training(optimizer="sgd", momentum=momentum, weight_decay=decay, nesterov=nesterov)
+    assert sgd.steps_by == SGD(momentum, decay or 0.0, nesterov)
+    assert Training(weight_decay=decay).steps_by == AdamW(weight_decay=0.01 if decay is None else decay)
+    rates = Training(
+        schedule="step", schedule_warmup=epochs, schedule_floor=momentum, schedule_every=epochs, schedule_gamma=momentum
+    ).rates
+    assert rates == Schedule("step", epochs, momentum, epochs, momentum)
+    objects = Training(optimizer=sgd.steps_by, schedule=rates)
+    assert (objects.steps_by, objects.rates) == (sgd.steps_by, rates)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"optimizer": SGD(), "momentum": 0.9}, r"training\.momentum is part of the object in training\.optimizer"),
+        ({"optimizer": AdamW(), "weight_decay": 0.0}, r"training\.weight_decay is part of the object"),
+        (
+            {"schedule": Schedule(), "schedule_warmup": 1},
+            r"training\.schedule_warmup is part of .*\.schedule;",
+        ),
+        ({"momentum": 0.9}, r"training\.momentum and training\.nesterov are for optimizer = 'sgd'"),
+        ({"optimizer": "sgd", "nesterov": True}, r"training\.nesterov needs training\.momentum above 0"),
+    ],
+)
+def test_contradictory_training_settings_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Training(**given)
+
+
+def test_class_weights_by_name_are_ordered_before_a_run() -> None:
+    by_name = Training(class_weights={"b": 2.0})
+    with pytest.raises(RunError, match=r"training\.class_weights is by name; .* Training\.with_classes"):
+        Run(fedavg(), by_name, 1, Key(0))
+    ordered = by_name.with_classes(["a", "b"])
+    assert ordered.weights == (1.0, 2.0)
+    assert ordered.with_classes(["b", "a"]) == ordered, "an order stays"
+    assert Training(class_weights={}).with_classes(["a", "b"]).weights == Training().weights == ()
+
+
+def test_clients_keep_their_optimizer_if_the_settings_or_the_method_say_so() -> None:
+    for keeps, carries in ((False, False), (True, False), (False, True)):
+        run = Run(replace(fedavg(), carry_optimizer=carries), Training(keep_optimizer=keeps), 1, Key(0))
+        assert run.method.carry_optimizer == (keeps or carries)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +202,7 @@ def test_cohorts_use_the_secret_key_only_when_hidden() -> None:
 
 def test_learning_rate_of_a_round_follows_the_schedule() -> None:
     run = toy_run(fedavg(), 4, lr=0.3, schedule=Schedule("linear", warmup=1))
-    wanted = [0.3 * run.training.schedule.factor(number, 4) for number in range(4)]
+    wanted = [0.3 * run.training.rates.factor(number, 4) for number in range(4)]
     assert [run.lr(number) for number in range(4)] == wanted
     assert len(set(wanted)) > 2
 
@@ -157,7 +217,7 @@ def test_rules_for_one_learning_rate_refuse_unequal_ones(unequal: dict[str, Any]
 
 
 def test_training_defaults_change_nothing() -> None:
-    training = Training(0.1)
+    training = Training()
     assert (training.accumulate, training.warmup_steps, training.layer_decay) == (1, 0, 1.0)
     assert training.decay_norms_and_biases
     assert not training.group_by_length

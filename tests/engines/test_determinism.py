@@ -49,7 +49,7 @@ def reset() -> Iterator[None]:
 
 def first_step(model: ToyTransformer, wanted: bool | Literal["auto"]) -> list[str]:
     set_determinism(wanted)
-    run = Run(fedavg(), Training(lr=0.1, batch_size=2), rounds=1, key=Key(0))
+    run = Run(fedavg(), Training(lr=0.1, optimizer="sgd", batch_size=2), rounds=1, key=Key(0))
     return take_first_step(run, model, CLIENTS, CLIENTS.clients[0])
 
 

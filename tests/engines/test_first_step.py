@@ -21,7 +21,7 @@ from partita.models.hugging_face import from_module
 from partita.tasks import KINDS
 from partita.testing.toy import ToyPopulation, ToyTransformer
 
-HALF = Training(lr=0.1, batch_size=2, precision="bfloat16")
+HALF = Training(lr=0.1, optimizer="sgd", batch_size=2, precision="bfloat16")
 
 
 def model_of(case: str) -> FunctionalModel:
@@ -66,7 +66,7 @@ class Failing(ToyTransformer):
 
 
 def first_step(model: Any, precision: str = "float32") -> list[str]:
-    run = Run(fedavg(), Training(lr=0.1, batch_size=2), rounds=1, key=Key(0))
+    run = Run(fedavg(), Training(lr=0.1, optimizer="sgd", batch_size=2), rounds=1, key=Key(0))
     run = replace(run, training=replace(run.training, precision=precision))
     population = ToyPopulation()
     return take_first_step(run, model, population, population.clients[0])

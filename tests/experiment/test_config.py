@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from partita.core.optim import SGD, AdamW
+from partita.core.optim import SGD, AdamW, Schedule
+from partita.core.options import OptionError
 from partita.core.rng import Key
 from partita.core.settings import Run, Training
 from partita.experiment.config import apply_override, load, parse
@@ -65,10 +67,10 @@ def test_composed_method_distributes_options_to_its_parts() -> None:
 
 
 def test_training_config_builds_its_optimizer() -> None:
-    adam = parse({"method": {"name": "fedavg"}, "training": {"weight_decay": 0.2}}).training.build()
-    assert adam.optimizer == AdamW(weight_decay=0.2)
+    adam = parse({"method": {"name": "fedavg"}, "training": {"weight_decay": 0.2}}).training
+    assert adam.steps_by == AdamW(weight_decay=0.2)
     plain = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.0}
-    assert parse({"method": {"name": "fedavg"}, "training": plain}).training.build().optimizer == SGD(momentum=0.9)
+    assert parse({"method": {"name": "fedavg"}, "training": plain}).training.steps_by == SGD(momentum=0.9)
 
 
 @pytest.mark.parametrize(
@@ -84,24 +86,36 @@ def test_training_config_builds_its_optimizer() -> None:
 )
 def test_weight_decay_left_out_is_that_of_the_optimizer(table: dict[str, Any], optimizer: object) -> None:
     """Plain SGD is plain: torch.optim's own defaults, 0 for SGD and 0.01 for AdamW."""
-    assert parse({"method": {"name": "fedavg"}, "training": table}).training.build().optimizer == optimizer
+    assert parse({"method": {"name": "fedavg"}, "training": table}).training.steps_by == optimizer
     theirs = torch.optim.AdamW if isinstance(optimizer, AdamW) else torch.optim.SGD
     default = theirs([torch.zeros(1)], lr=0.1).defaults["weight_decay"]
     if "weight_decay" not in table:
         assert optimizer.weight_decay == default  # type: ignore[attr-defined]
 
 
-def test_training_config_builds_the_rate_of_adapting() -> None:
-    assert parse({"method": {"name": "fedper"}}).training.build().adapt_lr is None
-    own = parse({"method": {"name": "fedper"}, "training": {"adapt_lr": 0.3}}).training.build()
-    assert (own.lr, own.adapt_lr) == (parse({"method": {"name": "fedper"}}).training.lr, 0.3)
+@pytest.mark.parametrize("key", Training.__dataclass_fields__)
+def test_python_and_config_refuse_a_value_in_the_same_words(key: str) -> None:
+    with pytest.raises(OptionError, match=rf"training\.{key} is -1; it must be ") as in_python:
+        Training(**{key: -1})
+    with pytest.raises(OptionError, match=re.escape(str(in_python.value))):
+        parse({"method": {"name": "fedavg"}, "training": {key: -1}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("optimizer", SGD()), ("schedule", Schedule("cosine")), ("class_weights", (1.0, 2.0))]
+)
+def test_objects_in_place_of_names_are_for_python_only(key: str, value: Any) -> None:
+    training, config = Training(**{key: value}), parse({"method": {"name": "fedavg"}})
+    with pytest.raises(OptionError, match=rf"training\.{key} is .*; it must be ") as refused:
+        replace(config, training=training)
+    with pytest.raises(OptionError, match=re.escape(str(refused.value))):
+        parse({"method": {"name": "fedavg"}, "training": {key: value}})
 
 
 def test_python_and_config_have_the_same_defaults() -> None:
-    """The optimizer has no common default: a config trains with AdamW, and Python code names one."""
     config = parse({"method": {"name": "fedavg"}, "split": {"name": "iid", "clients": 3}})
-    assert config.training.build() == Training(lr=config.training.lr, optimizer=AdamW())
-    run = Run(build("fedavg"), config.training.build(), rounds=1, key=Key(0))
+    assert config.training == Training()
+    run = Run(build("fedavg"), config.training, rounds=1, key=Key(0))
     for name in (
         "cohort",
         "min_updates",

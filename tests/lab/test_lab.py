@@ -246,7 +246,7 @@ def test_invalid_lab_settings_are_refused() -> None:
 
 
 def core_rounds(world: Federation, features: Features, method: Method, setting: Setting) -> list[RoundResult]:
-    training = Training(lr=float(setting.lr), batch_size=1000, steps=setting.steps)
+    training = Training(lr=float(setting.lr), optimizer="sgd", batch_size=1000, steps=setting.steps)
     run = Run(compose(method, ridge(setting.ridge)), training, setting.rounds, Key(0))
     return play(run, LinearAttention(world, features), LabPopulation(world.data), block=3)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,12 +15,14 @@ from torch import Tensor
 from partita.core.data import EXAMPLE_SEEDS, Batch
 from partita.core.keyed_bits import example_seeds, place_id, random_words, uniforms
 from partita.core.optim import SGD
+from partita.core.options import OptionError
 from partita.core.rng import Key
-from partita.core.settings import AUGMENT, RunError, Training
+from partita.core.settings import Augmentation, RunError, Training
 from partita.core.tensors import Tensors
 from partita.methods.fedavg import fedavg
 from partita.training.augmentation import CHANGES, MOVES, PIXELS, augment
 
+AUGMENT = get_args(Augmentation)
 IMAGES = torch.rand(400, 2, 16, 16, generator=torch.Generator().manual_seed(0))
 SEEDS = example_seeds([Key(0)], 0, torch.arange(400))[0]
 
@@ -261,7 +263,7 @@ def test_blocks_and_accumulated_batches_have_the_same_images() -> None:
 
 def test_impossible_settings_are_refused() -> None:
     assert {*MOVES, *CHANGES, "randaugment"} == {*AUGMENT}
-    with pytest.raises(RunError, match=r"training.augment has 'flipp'; did you mean 'flip'"):
-        Training(0.1, augment=("flipp",))
+    with pytest.raises(OptionError, match=r"training.augment is \('flipp',\); it must be a list, each 'flip' or"):
+        Training(augment=("flipp",))  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"training.augment is for images, but the inputs are x"):
         play(toy_run(fedavg(), 1, augment=("flip",)), toy_model(), Clients(a=4))

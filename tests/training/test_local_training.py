@@ -48,8 +48,8 @@ def begin(run: Run, client: str = "a", count: int = 8, memory: Slots | None = No
 def torch_loop(run: Run, begun: ClientRound) -> dict[str, list[float]]:
     """One torch.optim.SGD for all phases, whose momentum lasts from phase to phase."""
     params = {name: value.clone().requires_grad_() for name, value in MODEL.initial.items()}
-    assert isinstance(run.training.optimizer, SGD)
-    optimizer = torch.optim.SGD(params.values(), run.training.lr, momentum=run.training.optimizer.momentum)
+    assert isinstance(run.training.steps_by, SGD)
+    optimizer = torch.optim.SGD(params.values(), run.training.lr, momentum=run.training.steps_by.momentum)
     for phase, schedule in zip(begun.plan.phases, begun.schedules, strict=True):
         for indices in schedule:
             batch = begun.examples.take(indices)

@@ -37,7 +37,7 @@ def group_of(training: Training, name: str) -> tuple[float, float]:
 def test_defaults_give_one_group_with_the_optimizer_itself() -> None:
     training = Training(LR, AdamW())
     [group] = parameter_groups(training, MODEL, MODEL.initial)
-    assert (group.optimizer, group.lr_factor, group.names) == (training.optimizer, 1.0, tuple(sorted(MODEL.initial)))
+    assert (group.optimizer, group.lr_factor, group.names) == (training.steps_by, 1.0, tuple(sorted(MODEL.initial)))
 
 
 def test_layer_decay_falls_from_the_head_to_the_embeddings() -> None:
@@ -122,7 +122,7 @@ LAYER_FACTORS = {"embed": 0.7**3, "layers.0": 0.7**2, "layers.1": 0.7, "head": 1
 
 def torch_round(run: Run, clients: Clients, start: Tensors, number: int) -> Tensors:
     """One round of one client with torch's parameter groups and LambdaLR."""
-    training, decay = run.training, run.training.optimizer.weight_decay  # type: ignore[attr-defined]
+    training, decay = run.training, run.training.steps_by.weight_decay  # type: ignore[attr-defined]
     params = {name: value.clone().requires_grad_() for name, value in start.items()}
     groups = []
     for name, value in params.items():
@@ -136,8 +136,8 @@ def torch_round(run: Run, clients: Clients, start: Tensors, number: int) -> Tens
             }
         )
     optimizer: torch.optim.Optimizer
-    if isinstance(training.optimizer, SGD):
-        optimizer = torch.optim.SGD(groups, momentum=training.optimizer.momentum)
+    if isinstance(training.steps_by, SGD):
+        optimizer = torch.optim.SGD(groups, momentum=training.steps_by.momentum)
     else:
         optimizer = torch.optim.AdamW(groups)
     rise = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / (training.warmup_steps + 1)))

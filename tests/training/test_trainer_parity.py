@@ -105,8 +105,8 @@ def trained_by_trainer(case: str, run: Run, start: Path, population: OneClient, 
             str(folder / "trainer"),
             learning_rate=training.lr,
             num_train_epochs=1,
-            weight_decay=training.optimizer.weight_decay,  # type: ignore[attr-defined]
-            adam_epsilon=training.optimizer.eps,  # type: ignore[attr-defined]
+            weight_decay=training.steps_by.weight_decay,  # type: ignore[attr-defined]
+            adam_epsilon=training.steps_by.eps,  # type: ignore[attr-defined]
             max_grad_norm=training.clip or 0.0,
             gradient_accumulation_steps=training.accumulate,
             per_device_train_batch_size=size,

@@ -133,7 +133,7 @@ class Model:
             out: The output of the forward pass.
             targets: The targets of the batch, of shape (example, ...).
             label_smoothing: `Training.label_smoothing`.
-            class_weights: `Training.class_weights`.
+            class_weights: `Training.weights`.
 
         Raises:
             ValueError: If the model does not train by the cross-entropy of classes.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -17,6 +17,7 @@ from partita.core import torch_private
 from partita.core.tensors import Slots, Tensors, zeros_like
 
 
+@runtime_checkable
 class Optimizer(Protocol):
     """A local optimizer."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
 import reprlib
@@ -64,6 +65,8 @@ PositiveShare = Annotated[float, Range(above=0, high=1)]
 Seed = Annotated[int, Range(low=0, high=10**18)]  # far below 2**63, so that seed + 1, seed + 2, ... are valid too
 Text = Annotated[str, Range()]  # may be empty; a plain `str` may not
 
+IN_CODE = object()  # marks, in a union, what only Python code can give: Literal["a"] | Annotated[A, IN_CODE]
+
 _DEFAULT = {int: Range(low=-WORD, below=WORD), float: Range(), str: Range(low=1)}
 
 
@@ -73,15 +76,17 @@ class Option:
 
     Attributes:
         name: The parameter's name.
-        hint: Its type annotation.
+        hint: Its type annotation, without what is marked `IN_CODE`.
         default: Its default; MISSING if the config must set it.
         meaning: The texts in its `Annotated` type.
+        code_hint: Its whole type annotation.
     """
 
     name: str
     hint: Any
     default: Any
     meaning: str
+    code_hint: Any
 
 
 def closest_match(word: str, known: Iterable[str]) -> str:
@@ -130,7 +135,7 @@ def options_of(target: Callable[..., Any], given: Iterable[str] = ()) -> dict[st
     for name, parameter in parameters.items():
         hint = hints.get(name, Any)
         notes = [note for note in get_args(hint)[1:] if isinstance(note, str)] if _annotated(hint) else []
-        options[name] = Option(name, hint, parameter.default, " ".join(notes))
+        options[name] = Option(name, _for_config(hint), parameter.default, " ".join(notes), hint)
     return options
 
 
@@ -163,13 +168,36 @@ def validate_options(
         if key not in known and not takes_any:
             raise unknown_key(full, {*known, *others}, f"{where}.{name}" if name else where)
         hint = known[key].hint if key in known else Any
-        if not matches_type(value, hint):
-            raise OptionError(f"{format_name(full)} is {format_value(value)}; it must be {describe(hint)}")
+        _check(full, value, hint, hint)
     for key, option in known.items():
         if key not in options and option.default is MISSING:
             full = f"{where}.{key}" if where else key
             raise OptionError(f"'{full}' is missing; it must be {describe(option.hint)}")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+
+
+def validate_fields(table: object, where: str, in_code: bool = True) -> None:
+    """Check the fields of a dataclass as the keys of a config.
+
+    Args:
+        table: The dataclass.
+        where: The config section, for error messages.
+        in_code: Whether what is marked `IN_CODE` passes too.
+
+    Raises:
+        OptionError: If a value is of the wrong type or out of range.
+    """
+    for name, option in _options_of_table(type(table)).items():
+        _check(f"{where}.{name}", getattr(table, name), option.code_hint if in_code else option.hint, option.hint)
+
+
+# Reading annotations takes longer than checking values.
+_options_of_table: Callable[[type], dict[str, Option]] = functools.cache(options_of)
+
+
+def _check(full: str, value: object, accepted: Any, described: Any) -> None:
+    if not matches_type(value, accepted):
+        raise OptionError(f"{format_name(full)} is {format_value(value)}; it must be {describe(described)}")
 
 
 def matches_type(value: object, hint: Any) -> bool:
@@ -201,7 +229,7 @@ def matches_type(value: object, hint: Any) -> bool:
         return isinstance(value, str) and one_line(value) and len(value) in bounds
     if kind is None or kind is type(None):
         return value is None
-    return isinstance(value, kind)
+    return isinstance(value, kind) and not isinstance(value, type)  # a class has the members of a protocol too
 
 
 def one_line(text: str) -> bool:
@@ -256,6 +284,15 @@ def bounds_of(hint: Any) -> Range:
 
 def _annotated(hint: Any) -> bool:
     return get_origin(hint) is Annotated
+
+
+def _for_config(hint: Any) -> Any:
+    """The type without what is marked `IN_CODE`."""
+    kind = get_args(hint)[0] if _annotated(hint) else hint
+    if get_origin(kind) not in (Union, types.UnionType):
+        return hint
+    kept: Any = Union[tuple(each for each in get_args(kind) if IN_CODE not in getattr(each, "__metadata__", ()))]  # noqa: UP007
+    return Annotated[kept, *hint.__metadata__] if _annotated(hint) else kept
 
 
 def _bounded(hint: Any) -> tuple[Any, Any]:

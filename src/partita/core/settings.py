@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal, cast
 
 from partita.core.client_noise import ClientNoise
 from partita.core.method import Method
-from partita.core.optim import SGD, Optimizer, Schedule
-from partita.core.options import closest_match
+from partita.core.optim import SGD, AdamW, Optimizer, Schedule
+from partita.core.options import (
+    IN_CODE,
+    Count,
+    NotNegative,
+    OptionError,
+    PartialShare,
+    Positive,
+    PositiveShare,
+    Share,
+    Whole,
+    closest_match,
+    validate_fields,
+)
 from partita.core.rng import Key
 from partita.core.rules import ANY, METHOD, UNIT, Rule, first_clash
 from partita.core.sampling import ClientInfo, Uniform
@@ -19,7 +31,11 @@ from partita.core.secure_settings import SecureAggregation
 Augmentation = Literal[
     "flip", "crop", "rotate", "shear", "cutout", "contrast", "brightness", "sharpness", "randaugment"
 ]
-AUGMENT: tuple[str, ...] = get_args(Augmentation)  # what `Training.augment` can hold
+# The keys of [training] that say what an object says itself.
+KEYS_OF = {
+    "optimizer": ("weight_decay", "momentum", "nesterov"),
+    "schedule": ("schedule_warmup", "schedule_floor", "schedule_every", "schedule_gamma"),
+}
 
 
 class RunError(ValueError):
@@ -28,80 +44,126 @@ class RunError(ValueError):
 
 @dataclass(frozen=True)
 class Training:
-    """Local training: how a client trains in one round.
+    """The `[training]` table: how a client trains in one round.
 
-    Attributes:
-        lr: The learning rate, before the schedule.
-        optimizer: The local optimizer.
-        schedule: The learning-rate schedule over rounds.
-        batch_size: Examples per batch.
-        epochs: Passes over the client's examples per round.
-        steps: Steps per round; overrides `epochs`.
-        clip: The maximum norm of a client's gradient, and of that of its personal copy; None for no clipping.
-        precision: "float32", or "bfloat16" for mixed precision with the weights in float32.
-        accumulate: Batches per optimizer step. Their gradients are averaged over all examples of the step.
-        warmup_steps: Steps of linear learning-rate warm-up at the start of each phase of a client's round. Step t, from
-            0, has the factor (t + 1) / (warmup_steps + 1).
-        layer_decay: The factor between the learning rates of adjacent layers. The head has the full rate, the last
-            layer `layer_decay` times that, and the embeddings the lowest.
-        decay_norms_and_biases: Whether weight decay applies to norms and biases too.
-        loss_average: What the loss of a batch averages over: its "examples", each with the mean over its tokens, or all
-            its labeled "tokens", so that long texts count more.
-        label_smoothing: The share of a target that is spread over all classes, as in torch's `cross_entropy`.
-        class_weights: The weight of each class in the loss, by index; empty for equal weights. As in torch, the loss of
-            a batch is divided by the sum of the weights of its targets.
-        augment: The augmentations of training images, in order.
-        adapt_lr: The learning rate with which clients train before a personalized evaluation: `Method.adapt`, and what
-            `Job.personal_epochs` asks for. It has no schedule. None: `lr`.
-        group_by_length: Whether the batches of an epoch hold texts of similar lengths, which need less padding.
-        dropout: Whether the model's dropout is active in training. Its rates are those of the model.
+    In Python, `optimizer` and `schedule` can also be objects, which then have what further keys say of them. The class
+    weights can also be in the order of the classes.
 
     Raises:
-        RunError: If a number is out of its range, or if the precision is unknown.
+        OptionError: If a value is not one that the config takes, or if settings contradict each other.
     """
 
-    lr: float
-    optimizer: Optimizer = field(default_factory=SGD)
-    schedule: Schedule = field(default_factory=Schedule)
-    batch_size: int = 32
-    epochs: int = 1
-    steps: int | None = None
-    clip: float | None = None
-    precision: Literal["float32", "bfloat16"] = "float32"
-    accumulate: int = 1
-    warmup_steps: int = 0
-    layer_decay: float = 1.0
-    decay_norms_and_biases: bool = True
-    dropout: bool = True
-    loss_average: Literal["examples", "tokens"] = "examples"
-    label_smoothing: float = 0.0
-    class_weights: tuple[float, ...] = ()
-    augment: tuple[str, ...] = ()
-    adapt_lr: float | None = None
-    group_by_length: bool = False
+    lr: Annotated[Positive, "learning rate"] = 1e-3
+    optimizer: Annotated[Literal["sgd", "adamw"] | Annotated[Optimizer, IN_CODE], "the clients' optimizer"] = "adamw"
+    weight_decay: Annotated[
+        NotNegative | None,
+        f"weight decay; AdamW decouples it from the gradient; if left out, {AdamW.weight_decay} for `adamw` and "
+        f"{SGD.weight_decay:g} for `sgd`",
+    ] = None
+    momentum: Annotated[PartialShare, "momentum; `sgd` only"] = 0.0
+    nesterov: Annotated[bool, "Nesterov momentum; `sgd` only"] = False
+    decay_norms_and_biases: Annotated[
+        bool, "apply weight decay to norms and biases too; `false` leaves them out, as transformers' Trainer does"
+    ] = True
+    layer_decay: Annotated[
+        PositiveShare,
+        "factor on the learning rate from layer to layer, from the head down to the embeddings; 1 for none",
+    ] = 1.0
+    warmup_steps: Annotated[
+        Whole, "steps of linear learning rate warm-up at the start of each client's round (each phase of it)"
+    ] = 0
+    label_smoothing: Annotated[
+        PartialShare, "share of a target that is spread over all classes; evaluation does not smooth"
+    ] = 0.0
+    class_weights: Annotated[
+        Mapping[str, Positive] | Annotated[tuple[Positive, ...], IN_CODE] | None,
+        "weight of each class in the training loss, by name; 1 for classes left out",
+    ] = None
+    augment: Annotated[tuple[Augmentation, ...], "random changes of training images, in this order"] = ()
+    loss_average: Annotated[
+        Literal["examples", "tokens"],
+        "what the training loss of a batch averages over: its examples, or all its labeled tokens, as transformers' "
+        "Trainer does; `tokens` and `lm` tasks only",
+    ] = "examples"
+    dropout: Annotated[bool, "dropout in training, with the rates in the model's own config; `false` turns it off"] = (
+        True
+    )
+    keep_optimizer: Annotated[
+        bool, "each client keeps its optimizer state (momentum, AdamW's moments) from round to round"
+    ] = False
+    batch_size: Annotated[Count, "examples per batch"] = 32
+    accumulate: Annotated[Count, "batches per optimizer step; their gradients are averaged over all examples"] = 1
+    group_by_length: Annotated[
+        bool,
+        "fill batches with texts of similar lengths, longest first, as transformers' `group_by_length` does; less "
+        "padding, but batches depend on the lengths; texts only, and not with example- or group-level privacy",
+    ] = False
+    epochs: Annotated[Count, "local epochs per round"] = 1
+    steps: Annotated[Count | None, "local steps per round, instead of epochs"] = None
+    clip: Annotated[Positive | None, "clipping norm for a client's gradient"] = None
+    precision: Annotated[
+        Literal["float32", "bfloat16"], "`bfloat16` trains in mixed precision; the weights stay in float32"
+    ] = "float32"
+    schedule: Annotated[
+        Literal["constant", "cosine", "linear", "step"] | Annotated[Schedule, IN_CODE],
+        "learning rate schedule over the rounds",
+    ] = "constant"
+    adapt_lr: Annotated[
+        Positive | None,
+        "learning rate, without a schedule, for methods that fine-tune a client's model before its personal test, and "
+        "for `evaluate.unseen_epochs`; `lr` if left out",
+    ] = None
+    schedule_warmup: Annotated[Whole, "rounds of linear learning rate warm-up"] = 0
+    schedule_floor: Annotated[Share, "`cosine` and `linear` end at this fraction of the learning rate"] = 0.0
+    schedule_every: Annotated[Count, "`step`: rounds between learning rate drops"] = 10
+    schedule_gamma: Annotated[Share, "`step`: factor applied at each drop"] = 0.1
 
     def __post_init__(self) -> None:
-        for setting in ("lr", "batch_size", "epochs", "accumulate"):
-            if not (value := getattr(self, setting)) > 0:
-                raise RunError(f"training.{setting} is {value}; it must be above 0")
-        if self.warmup_steps < 0:
-            raise RunError(f"training.warmup_steps is {self.warmup_steps}; it must be 0 or more")
-        if not 0 < self.layer_decay <= 1:
-            raise RunError(f"training.layer_decay is {self.layer_decay}; it must be above 0 and at most 1")
-        for setting, limit in (("steps", self.steps), ("clip", self.clip), ("adapt_lr", self.adapt_lr)):
-            if limit is not None and not limit > 0:
-                raise RunError(f"training.{setting} is {limit}; it must be above 0, or left out")
-        for name in self.augment:
-            if name not in AUGMENT:
-                raise RunError(f"training.augment has '{name}'; {closest_match(name, AUGMENT)}")
-        if not 0 <= self.label_smoothing < 1:
-            raise RunError(f"training.label_smoothing is {self.label_smoothing}; it must be from 0 to below 1")
-        if not all(0 < weight < math.inf for weight in self.class_weights):
-            raise RunError(f"training.class_weights has {min(self.class_weights)}; weights must be above 0")
-        if self.loss_average not in ("examples", "tokens"):
-            raise RunError(f"training.loss_average is '{self.loss_average}'; it can be examples or tokens")
-        if self.precision not in ("float32", "bfloat16"):
-            raise RunError(f"training.precision is '{self.precision}'; it can be float32 or bfloat16 (mixed)")
+        validate_fields(self, "training")
+        if self.optimizer == "adamw" and (self.momentum or self.nesterov):
+            raise OptionError("training.momentum and training.nesterov are for optimizer = 'sgd'; leave them out")
+        for setting, keys in KEYS_OF.items():
+            given = [key for key in keys if getattr(self, key) != getattr(Training, key)]
+            if given and not isinstance(getattr(self, setting), str):
+                raise OptionError(f"training.{given[0]} is part of the object in training.{setting}; set it there")
+        _ = self.steps_by  # SGD refuses nesterov without momentum
+
+    @property
+    def steps_by(self) -> Optimizer:
+        """The optimizer as an object."""
+        if not isinstance(self.optimizer, str):
+            return self.optimizer
+        named: SGD | AdamW = SGD(self.momentum, nesterov=self.nesterov) if self.optimizer == "sgd" else AdamW()
+        return named if self.weight_decay is None else replace(named, weight_decay=self.weight_decay)
+
+    @property
+    def rates(self) -> Schedule:
+        """The schedule of the learning rate as an object."""
+        if not isinstance(self.schedule, str):
+            return self.schedule
+        return Schedule(
+            self.schedule, self.schedule_warmup, self.schedule_floor, self.schedule_every, self.schedule_gamma
+        )
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The class weights in the order of the classes; empty for equal ones. `Run` refuses those by name."""
+        return cast(tuple[float, ...], self.class_weights or ())
+
+    def with_classes(self, classes: Sequence[str]) -> Training:
+        """Return the same settings with `class_weights` in the order of the task's classes.
+
+        Raises:
+            OptionError: If `class_weights` names another class.
+        """
+        given = self.class_weights
+        if not isinstance(given, Mapping):
+            return self
+        if unknown := [name for name in given if name not in classes]:
+            remedy = closest_match(unknown[0], classes) if classes else "the task has no classes; leave it out"
+            raise OptionError(f"training.class_weights names the class '{unknown[0]}'; {remedy}")
+        ordered = tuple(float(given.get(name, 1.0)) for name in classes)
+        return replace(self, class_weights=ordered if given else None)
 
     @property
     def examples_per_step(self) -> int:
@@ -116,7 +178,7 @@ class Training:
         then.
         """
         equal_rates = self.warmup_steps == 0 and self.layer_decay == 1
-        return self.optimizer.name if equal_rates else f"{self.optimizer.name} with unequal learning rates"
+        return self.steps_by.name if equal_rates else f"{self.steps_by.name} with unequal learning rates"
 
 
 @dataclass(frozen=True)
@@ -124,7 +186,7 @@ class Run:
     """All settings of a run.
 
     Attributes:
-        method: The federated method.
+        method: The federated method. With `training.keep_optimizer`, it carries the clients' optimizer state.
         training: Local training.
         rounds: The number of rounds.
         key: The random key of the run.
@@ -181,6 +243,12 @@ class Run:
                 "noise at the clients is only enough in a sum, and secure aggregation is off; set the table "
                 "[secure_aggregation]"
             )
+        if isinstance(self.training.class_weights, Mapping):
+            raise RunError(
+                "training.class_weights is by name; order it with Training.with_classes(names of the classes)"
+            )
+        if self.training.keep_optimizer and not self.method.carry_optimizer:
+            object.__setattr__(self, "method", replace(self.method, carry_optimizer=True))
         self.method.check_optimizer(self.training.optimizer_name)
         if self.training.clip is not None:
             self.method.check_clip(self.training.clip)
@@ -205,7 +273,7 @@ class Run:
 
     def lr(self, round: int) -> float:
         """Return the learning rate of a round."""
-        return self.training.lr * self.training.schedule.factor(round, self.rounds)
+        return self.training.lr * self.training.rates.factor(round, self.rounds)
 
     def draw_cohort(self, round: int, clients: Sequence[str], losses: Mapping[str, float] | None = None) -> list[str]:
         """Draw the cohort of a round.

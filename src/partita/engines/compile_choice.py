@@ -71,7 +71,7 @@ def choose_compile(
     rules = run.method.client_rules
     if any(overrides(rule, "narrow") for rule in rules):
         return CompileChoice(False, "each client chooses what it trains, and each choice is compiled on its own")
-    if rules and len({run.training.schedule.factor(round, run.rounds) for round in range(run.rounds)}) > 1:
+    if rules and len({run.training.rates.factor(round, run.rounds) for round in range(run.rounds)}) > 1:
         return CompileChoice(False, "rules of the method are compiled again for each learning rate")
     plans = _count_plans(run, model, population)
     batches = _batches_per_round(run, population)

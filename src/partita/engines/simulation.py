@@ -147,7 +147,11 @@ class SimulationEngine:
         if not places:
             return full
         # Plain training: the method's client rules apply to its own rounds only.
-        plain = replace(self.run, method=replace(self.run.method, client_rules=(), carry_optimizer=False))
+        plain = replace(
+            self.run,
+            method=replace(self.run.method, client_rules=(), carry_optimizer=False),
+            training=replace(self.run.training, keep_optimizer=False),
+        )
         wait = self._launch(plain, [self._adaptation(jobs[place], phases[place]) for place in places])
         if wait is None:
             return None

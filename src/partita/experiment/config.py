@@ -25,6 +25,7 @@ from partita.core.own_code import Reference
 from partita.core.registry import find_function
 from partita.core.sampling import SAMPLING
 from partita.core.secure_settings import SecureAggregation
+from partita.core.settings import Training
 from partita.data.dataset_files import check_place
 from partita.data.other_data import DOCUMENTS
 from partita.experiment import fits
@@ -47,7 +48,6 @@ from partita.experiment.config_tables import (
     StopConfig,
     Table,
     TrackConfig,
-    TrainingConfig,
     drop_none,
 )
 from partita.experiment.run_names import method_label, method_options, option_text
@@ -79,7 +79,7 @@ def shared_digest(config: Config) -> str:
 
 
 _TABLES = {
-    "training": TrainingConfig,
+    "training": Training,
     "federation": FederationConfig,
     "engine": EngineConfig,
     "evaluate": EvaluateConfig,
@@ -308,7 +308,6 @@ def parse(raw: Mapping[str, Any]) -> Config:
         model=_filled(config.model, "model"),
         sampling=_filled(config.sampling, "sampling"),
     )
-    config.training.build()
     fits.check(fits.Parts(config, built))
     return dataclasses.replace(config, label=config.label or method_label(config.method))
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 import tomli_w
 
 from partita.core.method import Method
-from partita.core.optim import SGD, AdamW, Optimizer, Schedule
 from partita.core.options import (
     MAX_NUMBER,
     Count,
     NotNegative,
     OptionError,
-    PartialShare,
     Positive,
     PositiveShare,
     Range,
@@ -23,13 +21,13 @@ from partita.core.options import (
     Share,
     Text,
     Whole,
-    closest_match,
+    validate_fields,
 )
 from partita.core.own_code import Reference
 from partita.core.rng import Key
 from partita.core.sampling import Uniform
 from partita.core.secure_settings import SecureAggregation
-from partita.core.settings import Augmentation, Run, Training
+from partita.core.settings import Run, Training
 from partita.engines.attackers import AttackKind
 from partita.experiment.config_code import portable, references_in
 from partita.privacy.guard import PrivacyConfig
@@ -37,122 +35,6 @@ from partita.privacy.guard import PrivacyConfig
 Table = Mapping[str, Any]
 CODE = "code"  # the table of a recorded config with the digests of the user's own code
 Processes = Annotated[int, Range(low=1, high=1024)]
-
-
-@dataclass(frozen=True)
-class TrainingConfig:
-    """The `[training]` table."""
-
-    lr: Annotated[Positive, "learning rate"] = 1e-3
-    optimizer: Annotated[Literal["sgd", "adamw"], "the clients' optimizer"] = "adamw"
-    weight_decay: Annotated[
-        NotNegative | None,
-        f"weight decay; AdamW decouples it from the gradient; if left out, {AdamW.weight_decay} for `adamw` and "
-        f"{SGD.weight_decay:g} for `sgd`",
-    ] = None
-    momentum: Annotated[PartialShare, "momentum; `sgd` only"] = 0.0
-    nesterov: Annotated[bool, "Nesterov momentum; `sgd` only"] = False
-    decay_norms_and_biases: Annotated[
-        bool, "apply weight decay to norms and biases too; `false` leaves them out, as transformers' Trainer does"
-    ] = Training.decay_norms_and_biases
-    layer_decay: Annotated[
-        PositiveShare,
-        "factor on the learning rate from layer to layer, from the head down to the embeddings; 1 for none",
-    ] = Training.layer_decay
-    warmup_steps: Annotated[
-        Whole, "steps of linear learning rate warm-up at the start of each client's round (each phase of it)"
-    ] = Training.warmup_steps
-    label_smoothing: Annotated[
-        PartialShare, "share of a target that is spread over all classes; evaluation does not smooth"
-    ] = Training.label_smoothing
-    class_weights: Annotated[
-        Mapping[str, Positive] | None, "weight of each class in the training loss, by name; 1 for classes left out"
-    ] = None
-    augment: Annotated[tuple[Augmentation, ...], "random changes of training images, in this order"] = ()
-    loss_average: Annotated[
-        Literal["examples", "tokens"],
-        "what the training loss of a batch averages over: its examples, or all its labeled tokens, as transformers' "
-        "Trainer does; `tokens` and `lm` tasks only",
-    ] = Training.loss_average
-    dropout: Annotated[bool, "dropout in training, with the rates in the model's own config; `false` turns it off"] = (
-        Training.dropout
-    )
-    keep_optimizer: Annotated[
-        bool, "each client keeps its optimizer state (momentum, AdamW's moments) from round to round"
-    ] = False
-    batch_size: Annotated[Count, "examples per batch"] = Training.batch_size
-    accumulate: Annotated[Count, "batches per optimizer step; their gradients are averaged over all examples"] = (
-        Training.accumulate
-    )
-    group_by_length: Annotated[
-        bool,
-        "fill batches with texts of similar lengths, longest first, as transformers' `group_by_length` does; less "
-        "padding, but batches depend on the lengths; texts only, and not with example- or group-level privacy",
-    ] = Training.group_by_length
-    epochs: Annotated[Count, "local epochs per round"] = Training.epochs
-    steps: Annotated[Count | None, "local steps per round, instead of epochs"] = None
-    clip: Annotated[Positive | None, "clipping norm for a client's gradient"] = None
-    precision: Annotated[
-        Literal["float32", "bfloat16"], "`bfloat16` trains in mixed precision; the weights stay in float32"
-    ] = Training.precision
-    schedule: Annotated[Literal["constant", "cosine", "linear", "step"], "learning rate schedule over the rounds"] = (
-        "constant"
-    )
-    adapt_lr: Annotated[
-        Positive | None,
-        "learning rate, without a schedule, for methods that fine-tune a client's model before its personal test, and "
-        "for `evaluate.unseen_epochs`; `lr` if left out",
-    ] = None
-    schedule_warmup: Annotated[Whole, "rounds of linear learning rate warm-up"] = 0
-    schedule_floor: Annotated[Share, "`cosine` and `linear` end at this fraction of the learning rate"] = 0.0
-    schedule_every: Annotated[Count, "`step`: rounds between learning rate drops"] = 10
-    schedule_gamma: Annotated[Share, "`step`: factor applied at each drop"] = 0.1
-
-    def build(self, classes: Sequence[str] | None = None) -> Training:
-        """Create the training settings.
-
-        Args:
-            classes: The names of the task's classes, which `class_weights` needs; None to leave the weights out.
-
-        Raises:
-            OptionError: `momentum` or `nesterov` is set, but the optimizer is AdamW; or `class_weights` has an unknown
-                class.
-        """
-        given = self.class_weights or {}
-        if classes is not None and (unknown := [name for name in given if name not in classes]):
-            remedy = closest_match(unknown[0], classes) if classes else "the task has no classes; leave it out"
-            raise OptionError(f"training.class_weights names the class '{unknown[0]}'; {remedy}")
-        if self.optimizer == "adamw" and (self.momentum or self.nesterov):
-            raise OptionError("training.momentum and training.nesterov are for optimizer = 'sgd'; leave them out")
-        default = SGD.weight_decay if self.optimizer == "sgd" else AdamW.weight_decay
-        decay = default if self.weight_decay is None else self.weight_decay
-        optimizer: Optimizer = AdamW(weight_decay=decay)
-        if self.optimizer == "sgd":
-            optimizer = SGD(self.momentum, decay, self.nesterov)
-        schedule = Schedule(
-            self.schedule, self.schedule_warmup, self.schedule_floor, self.schedule_every, self.schedule_gamma
-        )
-        return Training(
-            self.lr,
-            optimizer,
-            schedule,
-            self.batch_size,
-            self.epochs,
-            self.steps,
-            self.clip,
-            self.precision,
-            self.accumulate,
-            self.warmup_steps,
-            self.layer_decay,
-            self.decay_norms_and_biases,
-            self.dropout,
-            self.loss_average,
-            self.label_smoothing,
-            tuple(float(given.get(name, 1.0)) for name in classes) if given and classes is not None else (),
-            tuple(self.augment),
-            self.adapt_lr,
-            self.group_by_length,
-        )
 
 
 @dataclass(frozen=True)
@@ -318,6 +200,9 @@ class Config:
 
     Tables with fixed keys are dataclasses. The tables `method`, `data`, `split`, `model` and `sampling` name a function
     and hold its options.
+
+    Raises:
+        OptionError: If `training` holds an object, which TOML cannot.
     """
 
     method: Table
@@ -330,7 +215,7 @@ class Config:
     label: Annotated[
         Text, "name of the run in tables; by default, the method with the options that are not defaults"
     ] = ""
-    training: TrainingConfig = field(default_factory=TrainingConfig)
+    training: Training = field(default_factory=Training)
     federation: FederationConfig = field(default_factory=FederationConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
@@ -340,6 +225,9 @@ class Config:
     secure_aggregation: SecureAggregation | None = None
     stop: StopConfig | None = None
     code: Mapping[str, str] = field(default_factory=dict)  # digest of each file or module of the user's own code
+
+    def __post_init__(self) -> None:
+        validate_fields(self.training, "training", in_code=False)  # TOML holds no objects
 
     @property
     def validation_every(self) -> int:
@@ -383,8 +271,8 @@ class Config:
         """
         federate = self.federation
         return Run(
-            replace(method, carry_optimizer=method.carry_optimizer or self.training.keep_optimizer),
-            self.training.build(classes),
+            method,
+            self.training.with_classes(classes),
             self.rounds,
             key,
             cohort=1.0 if method.pool else federate.cohort,

@@ -70,7 +70,7 @@ def _other_rates(before: Run, after: Run, done: int) -> str | None:
     for number in range(done):
         if before.lr(number) != after.lr(number):
             return (
-                f"with training.schedule '{before.training.schedule.kind}', the learning rate of round {number} was "
+                f"with training.schedule '{before.training.rates.kind}', the learning rate of round {number} was "
                 f"{before.lr(number):g} and would have been {after.lr(number):g}"
             )
     return None

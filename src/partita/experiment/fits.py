@@ -85,7 +85,9 @@ def _check_method(config: Config, method: Method) -> None:
     sampling = Uniform()  # stands for what a function makes, which may read a file
     if not method.pool and isinstance(find_function(SAMPLING, config.sampling["name"], "sampling"), type):
         sampling = build_sampling(config.sampling)
-    run = config.run(method, Key(config.seed), sampling, tuple(config.training.class_weights or ()))
+    weights = config.training.class_weights
+    classes = tuple(weights) if isinstance(weights, Mapping) else ()
+    run = config.run(method, Key(config.seed), sampling, classes)
     if config.secure_aggregation is not None:
         check_method(method)
     if config.privacy is not None:

@@ -175,9 +175,17 @@ def _grouped(run: Run, client_rounds: Sequence[ClientRound], block: int) -> list
 
 
 def _replay(run: Run, client_rounds: Sequence[ClientRound]) -> dict[tuple[str, int, int], Tensors]:
-    recorder = GradientRecorder(run.training.optimizer.name)
+    recorder = GradientRecorder(run.training.steps_by.name)
     # One group of parameters, so that each step records all gradients at once.
-    training = replace(run.training, optimizer=recorder, layer_decay=1.0, decay_norms_and_biases=True)
+    training = replace(
+        run.training,
+        optimizer=recorder,
+        weight_decay=None,
+        momentum=0.0,
+        nesterov=False,
+        layer_decay=1.0,
+        decay_norms_and_biases=True,
+    )
     train_clients(replace(run, training=training), client_rounds, recorder.block)
     return recorder.gradients()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from examplemodel import examplemodel
 
-from partita import SGD, Key, Run, SimulationEngine, Training, data, methods, rounds
+from partita import Key, Run, SimulationEngine, Training, data, methods, rounds
 
 TASK = data.load("synthetic", Key(0), examples=60, classes=3)
 
@@ -23,7 +23,7 @@ def test_one_loss_for_each_example() -> None:
 
 def test_one_round_changes_all_parameters() -> None:
     model = examplemodel(TASK, Key(1), width=8)
-    run = Run(methods.build("fedavg"), Training(lr=0.1, optimizer=SGD()), rounds=1, key=Key(2))
+    run = Run(methods.build("fedavg"), Training(lr=0.1, optimizer="sgd"), rounds=1, key=Key(2))
     federation = data.split(TASK, "iid", clients=3, key=Key(3))
     [result] = rounds(run, model, SimulationEngine(run, model, federation, block=3))
     after = result.server.params

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from fedexample import fedexample
 
-from partita import SGD, Key, Method, Run, SimulationEngine, Tensors, Training, check_method, methods, rounds
+from partita import Key, Method, Run, SimulationEngine, Tensors, Training, check_method, methods, rounds
 from partita.testing.toy import ToyPopulation, ToyTransformer
 
 
 def final_params(method: Method) -> Tensors:
     """The global model after three rounds on a toy federation."""
-    run = Run(method, Training(lr=0.1, optimizer=SGD(), batch_size=4), rounds=3, key=Key(0))
+    run = Run(method, Training(lr=0.1, optimizer="sgd", batch_size=4), rounds=3, key=Key(0))
     model = ToyTransformer()
     *_, last = rounds(run, model, SimulationEngine(run, model, ToyPopulation()))
     return last.server.params

@@ -13,7 +13,6 @@ from partita.core import serialization, tensors
 from partita.core.data import IGNORE_INDEX, Batch, Examples
 from partita.core.method import Method
 from partita.core.model import Model, layer_number, layer_tags
-from partita.core.optim import SGD
 from partita.core.rng import Key
 from partita.core.rounds import rounds
 from partita.core.settings import Run, Training
@@ -290,7 +289,7 @@ def _check_messages(trial: ModelTrial) -> None:
 
 def _check_round(trial: ModelTrial) -> None:
     federation = data.split(trial.task, "iid", CLIENTS, key=Key(1))
-    run = Run(Method("fedavg"), Training(lr=1e-3, optimizer=SGD()), rounds=1, key=Key(2))
+    run = Run(Method("fedavg"), Training(lr=1e-3, optimizer="sgd"), rounds=1, key=Key(2))
     engine = SimulationEngine(run, trial.model, federation, block=CLIENTS)
     [result] = rounds(run, trial.model, engine)
     require(len(result.sent) == CLIENTS, f"only {len(result.sent)} of {CLIENTS} clients sent an update")

@@ -137,7 +137,7 @@ class Trial:
     @cached_property
     def block_difference(self) -> float:
         """The largest difference between blocks and single clients with SGD in float32."""
-        candidates: tuple[Optimizer, ...] = (SGD(momentum=0.9), AdamW(eps=0.1), self.run.training.optimizer)
+        candidates: tuple[Optimizer, ...] = (SGD(momentum=0.9), AdamW(eps=0.1), self.run.training.steps_by)
         optimizer = next(each for each in candidates if self.method.supports_optimizer(each.name))
         run = replace(self.run, training=replace(self.run.training, optimizer=optimizer))
         make = _maker(run, self.model, self.population)

@@ -194,7 +194,7 @@ def group_key(run: Run, each: ClientRound) -> Hashable:
     """
     model_and_plan = id(each.ctx.model), each.plan
     memory = frozenset((slot, frozenset(part)) for slot, part in each.ctx.memory.items())
-    if not run.training.optimizer.uses_step_count:
+    if not run.training.steps_by.uses_step_count:
         return model_and_plan, memory
     step_counts = each.optimizer.get("age", {})
     initial_steps = (

@@ -98,9 +98,9 @@ class Objective:
             targets: The targets, of shape (example, ...).
         """
         training = self.run.training
-        if not training.label_smoothing and not training.class_weights:
+        if not training.label_smoothing and not training.weights:
             return self.model.losses(out, targets)
-        return self.model.class_losses(out, targets, training.label_smoothing, training.class_weights)
+        return self.model.class_losses(out, targets, training.label_smoothing, training.weights)
 
     def penalties(
         self, out: Any, params: Tensors, batch: Any, ctx: Context, per_example: bool
@@ -200,11 +200,11 @@ def example_weights(
     by_token = targets.ndim > 1 + clients
     if training.loss_average == "tokens" and not by_token:
         raise RunError("training.loss_average is 'tokens', but the task has no labels of tokens; leave it out")
-    if training.loss_average == "examples" and (by_token or not training.class_weights):
+    if training.loss_average == "examples" and (by_token or not training.weights):
         return mask
     weights = (targets != IGNORE_INDEX).float()
-    if training.class_weights:
-        weights = weights * tensors.constants(training.class_weights, weights)[targets.clamp(min=0)]
+    if training.weights:
+        weights = weights * tensors.constants(training.weights, weights)[targets.clamp(min=0)]
     weights = weights.sum(-1) if by_token else weights
     return weights if mask is None else weights * mask
 

@@ -46,7 +46,7 @@ def parameter_groups(training: Training, model: Model, names: Collection[str]) -
     for name in sorted(names):
         decays = training.decay_norms_and_biases or not is_norm_or_bias(model, name)
         groups.setdefault((factors.get(name, 1.0), decays), []).append(name)
-    optimizer = training.optimizer
+    optimizer = training.steps_by
     return [
         ParameterGroup(optimizer if decays else optimizer.without_weight_decay(), factor, tuple(own))
         for (factor, decays), own in groups.items()

@@ -272,7 +272,7 @@ class PhaseTrainer:
         parts = {slot: tensors.clone_all(part) if self.reused else part for slot, part in parts.items()}
         per_client = {slot: self.present.split(part) for slot, part in parts.items()}
         states = [{slot: parts[rank] for slot, parts in per_client.items()} for rank in range(count)]
-        if self.run.training.optimizer.uses_step_count:
+        if self.run.training.steps_by.uses_step_count:
             for state, taken in zip(states, steps, strict=True):
                 state["age"] = {name: torch.tensor(count + taken) for name, count in self.initial_steps.items()}
         return states

@@ -99,7 +99,7 @@ class PhaseWork:
         """Return copies of the trained parameters and of the optimizer state, which steps update in place."""
         axis = self.axis
         trainable = {name: axis.stack([params[name] for params in self.start_params]) for name in self.names}
-        fresh = self.run.training.optimizer.init({name: self.start_params[0][name] for name in self.names})
+        fresh = self.run.training.steps_by.init({name: self.start_params[0][name] for name in self.names})
         moments = {
             slot: {
                 name: axis.stack([state.get(slot, start).get(name, start[name]) for state in self.moments])
