@@ -223,7 +223,7 @@ def _cost(name: str, base: Model) -> MethodRow:
     try:
         method = build_method({"name": name, **DATA_DEPENDENT.get(name, {})})
         model = method.extend(base, Key(0)) if method.extend else base
-        run = Run(method, Training(lr=0.1, optimizer="sgd"), ROUNDS, Key(0))
+        run = Run(method, Training(), ROUNDS, Key(0))
         job, plan = make_job(run, model, initial_server(run, model), ROUNDS - 1, CLIENT)
         plan = plan.narrow(frozenset(null_update(run, model, job).steps))
     except ValueError as error:
