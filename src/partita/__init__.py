@@ -13,7 +13,6 @@ if sys.platform == "win32":  # file writes, locks and memory checks use POSIX ca
 
 if TYPE_CHECKING:
     from partita import data, methods, models
-    from partita.core.averaging import average
     from partita.core.client import ClientError, ClientState, Job
     from partita.core.client_rule import ClientRule, Context, LayerSelection, PrivacyRelease
     from partita.core.compose import compose
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from partita.core.plan import Phase, Plan, RoundInfo, share, share_everything
     from partita.core.rng import Key
     from partita.core.rounds import ClientFailure, Engine, RoundResult, rounds
-    from partita.core.server_rule import Server, ServerRule
+    from partita.core.server_rule import Server, ServerRule, average
     from partita.core.settings import Run, Training
     from partita.core.tensors import Mean, Names, Slots, Tensors
     from partita.core.update import Aggregate, Update
@@ -102,9 +101,8 @@ _MODULES = {
     "core.method_error": ["MethodError"],
     "core.client_rule": ["ClientRule", "Context", "LayerSelection", "PrivacyRelease"],
     "core.update_transform": ["UpdateTransform"],
-    "core.server_rule": ["Server", "ServerRule"],
+    "core.server_rule": ["Server", "ServerRule", "average"],
     "core.compose": ["compose"],
-    "core.averaging": ["average"],
     "core.update": ["Aggregate", "Update"],
     "core.data": ["Batch", "ClientData", "Examples", "Population"],
     "core.model": ["Model", "Output"],

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from partita.core.averaging import average
+from partita.core.server_rule import average
 from partita.core.update import Update
 
 

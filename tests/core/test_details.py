@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers import ScriptedEngine, toy_model, toy_run
 
-from partita.core.averaging import average
 from partita.core.client import ClientState, Job
 from partita.core.client_rule import ClientRule
 from partita.core.compose import compose
@@ -18,7 +17,7 @@ from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.plan import NO_NAMES, Phase, Plan, PlanError, RoundInfo, plan_for
 from partita.core.rounds import rounds
-from partita.core.server_rule import Server, ServerRule
+from partita.core.server_rule import Server, ServerRule, average
 from partita.core.update import Aggregate, Update
 from partita.core.update_transform import UpdateTransform
 from partita.methods.fedavg import fedavg

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partita.core import serialization, tensors
-from partita.core.averaging import average
 from partita.core.model import TagError
 from partita.core.plan import NO_NAMES, Phase, Plan, PlanError, RoundInfo, plan_for, share, share_everything
 from partita.core.rng import Key
 from partita.core.serialization import SerializationError
+from partita.core.server_rule import average
 from partita.core.tensors import Mean, Names, Tensors
 from partita.core.update import Update
 from partita.core.versions import ParameterVersions

@@ -10,7 +10,6 @@ import torch
 from helpers import OPTIMIZERS, Clients, final_params, play, toy_run
 
 from partita.core import tensors
-from partita.core.averaging import average
 from partita.core.client import ClientState, begin_round
 from partita.core.client_rule import PrivacyRelease
 from partita.core.compose import compose
@@ -20,7 +19,7 @@ from partita.core.model import layer_tag, layer_tags
 from partita.core.plan import RoundInfo
 from partita.core.rounds import RoundResult, initial_server, make_job
 from partita.core.sampling import BySize
-from partita.core.server_rule import Server
+from partita.core.server_rule import Server, average
 from partita.core.update import Update
 from partita.engines.availability import Availability
 from partita.experiment.config import parse

@@ -24,7 +24,7 @@ CORE = [
     ["core.registry", "core.rules"],
     ["core.data", "core.noise", "core.dp_settings", "core.secure_settings", "core.update", "core.sampling"],
     ["core.client_noise", "core.group_units"],
-    ["core.model", "core.versions", "core.serialization", "core.averaging"],
+    ["core.model", "core.versions", "core.serialization"],
     ["core.plan", "core.method_error"],
     ["core.personal_copy"],
     ["core.client_rule", "core.update_transform", "core.server_rule"],

@@ -13,7 +13,7 @@ that sent any name of the tag with a delta that is not zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -40,14 +40,10 @@ class Drift:
         self.units: Tensors = {}  # by name (tag of the name, element), the weighted sum of d_i / |d_i|
         self.queued: list[tuple[PackedTensors, Weights]] = []  # deltas that are not yet added to `units`
 
-    def watch(self, updates: Iterable[Update]) -> Iterator[Update]:
-        """Yield every update unchanged and record its drift."""
-        for update in updates:
-            if update.weight and update.delta:
-                self._record(update)
-            yield update
-
-    def _record(self, update: Update) -> None:
+    def add(self, update: Update) -> None:
+        """Record the drift of an update."""
+        if not update.weight or not update.delta:
+            return
         delta, weight, facts = update.delta, update.weight, update.known_facts()
         self.mean.add(delta, weight)
         lengths: dict[str, float] = {}

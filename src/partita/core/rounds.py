@@ -268,9 +268,7 @@ class _RoundRunner:
         if self.run.secure_aggregation:
             aggregate = self._receive_sum(replies)
         else:
-            updates = self._receive(replies)
-            watched = self.drift.watch(updates) if self.run.drift else updates
-            aggregate = method.server_rule.reduce(self.server, watched, len(clients))
+            aggregate = method.server_rule.reduce(self.server, self._receive(replies), len(clients))
         if aggregate and aggregate.cohort != len(self.received):
             raise MethodError(
                 f"{method.name}: {type(method.server_rule).__name__} reports {aggregate.cohort} reduced updates, but "
@@ -400,7 +398,10 @@ class _RoundRunner:
                 self._record_failure(ClientFailure(reply.client, str(refusal), refused=True))
                 continue
             self._record_update(checked, plan)
-            yield replace(checked.update, weight=1.0) if self.run.sampling.equal_weights else checked.update
+            update = replace(checked.update, weight=1.0) if self.run.sampling.equal_weights else checked.update
+            if self.run.drift:
+                self.drift.add(update)
+            yield update
         dropped = {lost.client: lost.reason for lost in self.refused}
         for client in self.plans:
             # A dropped reply may have been this client's, sent under another name or without one.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from partita.core.averaging import average
 from partita.core.model import Model
-from partita.core.tensors import Names, Slots, Tensors, add
+from partita.core.tensors import Mean, Names, Slots, Tensors, add
 from partita.core.update import Aggregate, Update
 from partita.core.versions import ParameterVersions
 
@@ -25,6 +25,34 @@ class Server:
     params: Tensors
     state: Slots = field(default_factory=dict)
     versions: ParameterVersions = field(default_factory=ParameterVersions)
+
+
+def average(
+    updates: Iterable[Update],
+    over: Literal["senders", "cohort"] | float = "senders",
+    weigh: Callable[[Update], float] = lambda update: update.weight,
+) -> Aggregate:
+    """Return the weighted mean of deltas and slots, in memory that does not grow with the number of updates.
+
+    Args:
+        updates: The updates; consumed once.
+        over: The divisor for each name: the total weight of the clients that sent the name ("senders"), the total
+            weight of all clients ("cohort"), or a number.
+        weigh: The weight of an update; by default its number of training examples.
+    """
+    delta, slots, count, total = Mean(), dict[str, Mean](), 0, 0.0
+    for update in updates:
+        weight = weigh(update)
+        count, total = count + 1, total + weight
+        delta.add(update.delta, weight)
+        for slot, part in update.slots.items():
+            slots.setdefault(slot, Mean()).add(part, weight)
+    divisor = total if over == "cohort" else over
+
+    def value(mean: Mean) -> Tensors:
+        return mean.value if isinstance(divisor, str) else mean.over(divisor)
+
+    return Aggregate(value(delta), {slot: value(mean) for slot, mean in slots.items()}, count)
 
 
 class ServerRule:

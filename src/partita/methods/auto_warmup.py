@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from partita.core.averaging import average
 from partita.core.model import Model
-from partita.core.server_rule import Server, ServerRule
+from partita.core.server_rule import Server, ServerRule, average
 from partita.core.tensors import Names, Slots, upcast
 from partita.core.update import Aggregate, Update
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from partita.core.averaging import average
 from partita.core.client_rule import ClientRule, Context
 from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.options import NotNegative
 from partita.core.rng import Key
-from partita.core.server_rule import Server, ServerRule
+from partita.core.server_rule import Server, ServerRule, average
 from partita.core.tensors import Names, Slots, Tensors, zeros_like
 from partita.core.update import Aggregate, Update
 from partita.core.update_transform import UpdateTransform

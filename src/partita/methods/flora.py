@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from partita.core.averaging import average
 from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.options import Count, Positive, Seed
 from partita.core.plan import Plan, RoundInfo, share
 from partita.core.rng import Key
-from partita.core.server_rule import Server, ServerRule
+from partita.core.server_rule import Server, ServerRule, average
 from partita.core.tensors import Names, Slots, Tensors, add
 from partita.core.update import Aggregate, Update
 from partita.methods.lora import factors

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from partita.core.averaging import average
 from partita.core.client_rule import ClientRule, Context, GradientAt
 from partita.core.data import Examples
 from partita.core.method import Method
@@ -13,7 +12,7 @@ from partita.core.method_error import MethodError
 from partita.core.options import Count, Positive
 from partita.core.personal_copy import PlanWithCopy, add_personal_copy, copy_name, personal_values
 from partita.core.rng import Key
-from partita.core.server_rule import Server, ServerRule
+from partita.core.server_rule import Server, ServerRule, average
 from partita.core.tensors import Slots, Tensors, scale
 from partita.core.update import Aggregate, Update
 

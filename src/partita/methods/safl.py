@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from partita.core.averaging import average
 from partita.core.client_rule import PrivacyRelease
 from partita.core.method import Method
 from partita.core.method_error import MethodError
 from partita.core.model import Model, layer_tags
 from partita.core.options import Count, NotNegative, Positive, PositiveShare, Whole
 from partita.core.plan import NO_NAMES, Plan, RoundInfo, share
-from partita.core.server_rule import Server, ServerRule
+from partita.core.server_rule import Server, ServerRule, average
 from partita.core.tensors import Names
 from partita.core.update import Aggregate, Update
 from partita.methods.layer_votes import AgreedLayers, AgreedPlan, LayerVote

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from partita.core import tensors
-from partita.core.averaging import average
 from partita.core.client_rule import overrides
 from partita.core.dp_settings import PrivacyError
 from partita.core.method import Method
@@ -16,7 +15,7 @@ from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.rng import Key
-from partita.core.server_rule import Server, ServerRule
+from partita.core.server_rule import Server, ServerRule, average
 from partita.core.tensors import Names, Slots, Tensors
 from partita.core.update import Aggregate, Update
 from partita.core.update_transform import UpdateTransform
