@@ -24,12 +24,12 @@ from partita.core.rules import ANY, TASK, Rule
 from partita.experiment import fits
 from partita.experiment.config import headings
 from partita.experiment.reference import Key, about, keys_under
-from partita.experiment.run_files import RUN_FILES
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import method_table  # noqa: E402
+from run_files import RUN_FILES  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
 INTRODUCTION = """# Reference: configs

@@ -11,12 +11,14 @@ import pytest
 import yaml
 
 from partita.experiment import run_folder
-from partita.experiment.run_files import RUN_FILES
 from partita.methods import INDEX
 from partita.record import file_names
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
+
+from run_files import RUN_FILES  # noqa: E402
+
 site_pages = import_module("site_pages")
 tutorials = import_module("tutorials")
 check_links = import_module("check_links")
