@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from partita.record.file_names import CHECKSUMS, CONFIG, ROWS
 from partita.report import ReportError, load_run
-from partita.report.load import read_config, tested
+from partita.report.load import by_number, read_config, tested
 from partita.storage.safe_text import printable
 
 RECORDED = (ROWS, CHECKSUMS)  # a run folder has one of these next to its config
@@ -29,12 +28,7 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
     found = [Path(parent) for parent, _, names in os.walk(folder) if CONFIG in names and {*RECORDED} & {*names}]
     if not found:
         raise ReportError(f"no run at or below '{folder}'; start one with: partita run --config FILE")
-    return [_describe(path) for path in sorted(found, key=_natural)]
-
-
-def _natural(path: Path) -> list[tuple[int, str]]:
-    parts = re.split(r"(\d+)", str(path))
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+    return [_describe(path) for path in sorted(found, key=lambda path: by_number(str(path)))]
 
 
 def _describe(folder: Path) -> dict[str, Any]:
