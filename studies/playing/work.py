@@ -38,7 +38,11 @@ def configured(planned: Planned, threads: int | None = None) -> Config:
     from partita.experiment.config import parse
     from partita.experiment.config_code import anchored
 
-    config = parse(anchored(dict(planned.raw), planned.folder))
+    raw = dict(planned.raw)
+    scored = raw.get("evaluate", {}).get("validation_every")
+    if planned.kind == "tune" and planned.disclose_validation and "privacy" in raw and scored:
+        raw["privacy"] = {**raw["privacy"], "disclose_validation": True}
+    config = parse(anchored(raw, planned.folder))
     if planned.kind == "tune":
         config = _without_test(config, planned)
     elif not getattr(config.evaluate, TESTED_BY[planned.on]):

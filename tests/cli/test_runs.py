@@ -22,6 +22,7 @@ from partita.cli.progress import Display, Verbosity, duration
 from partita.experiment import compare, process_pool, run_folder, runner
 from partita.experiment.compare import Status, expand
 from partita.methods import INDEX
+from partita.record import file_names
 
 CONFIG = (
     """
@@ -402,7 +403,7 @@ def test_comparison_folder_of_any_option_stays_below_out(text: str, config: Path
 def test_a_comparison_lists_its_runs_while_they_are_run(config: Path, tmp_path: Path) -> None:
     planned = expand(config, (), "fedavg,fedprox", 2, tmp_path / "all")
     listed = compare.announce(planned)
-    assert listed == tmp_path / "all" / compare.COMPARISON
+    assert listed == tmp_path / "all" / file_names.COMPARISON
     runs = json.loads(listed.read_text())["runs"]
     assert [run["folder"] for run in runs] == [
         f"{label}/seed-{seed}" for label in ("fedavg", "fedprox") for seed in (0, 1)

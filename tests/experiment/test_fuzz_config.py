@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from partita.core import memory
 from partita.core.options import format_value
-from partita.experiment import builder
+from partita.experiment import builder, pace
 from partita.experiment.compare import expand
 from partita.experiment.config import load, parse
 from partita.experiment.runner import start
@@ -31,7 +31,7 @@ FUZZ = settings(
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little memory, so that an accepted size does no harm; and no build changes global settings."""
     monkeypatch.setattr(memory, "available", lambda: LIMIT)
-    monkeypatch.setattr(builder, "bf16_slowdown", lambda: 1.0)  # slow bfloat16 only gives a warning
+    monkeypatch.setattr(pace, "bf16_slowdown", lambda: 1.0)  # slow bfloat16 only gives a warning
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
 
 

@@ -307,9 +307,9 @@ def _killed_run(path: Path, folder: Path) -> None:
     replies = []
 
     def receives(self: RunLedger, reply: Any) -> None:
+        replies.append(reply)
         if len(replies) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        replies.append(reply)
 
     RunLedger.receives = receives  # type: ignore[method-assign]
     list(start(private_config(path), folder))

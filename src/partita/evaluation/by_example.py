@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from partita.evaluation.evaluator import Predictions
 from partita.evaluation.outcomes import (
     Columns,
     Confusion,
+    Counted,
     Outcomes,
     Ranked,
     Totals,
@@ -178,12 +179,10 @@ def mean_of(sums: torch.Tensor, counts: torch.Tensor | None = None) -> Floats:
 
 def counted(
     rows: torch.Tensor, places: torch.Tensor, shape: tuple[int, int], values: torch.Tensor | None = None
-) -> Any:
+) -> Counted:
     """Return the block (example, column) with 1, or else the values, added at each place of an example."""
-    from scipy import sparse
-
     numbers = np.ones(len(rows)) if values is None else values.double().numpy()
-    return sparse.coo_array((numbers, (rows.numpy(), places.numpy())), shape).tocsr()  # adds what has the same place
+    return Counted(rows.numpy(), places.numpy(), numbers, shape)
 
 
 def means(totals: Totals, *names: str) -> dict[str, Floats]:
@@ -191,7 +190,7 @@ def means(totals: Totals, *names: str) -> dict[str, Floats]:
     return {name: ratio(totals[name][:, 1], totals[name][:, 0]) for name in names if name in totals}
 
 
-def bins_block(rows: torch.Tensor, sure: torch.Tensor, right: torch.Tensor, count: int) -> Any:
+def bins_block(rows: torch.Tensor, sure: torch.Tensor, right: torch.Tensor, count: int) -> Counted:
     """Return the block "bins" of predictions: for each bin their number, probabilities and hits."""
     place = bins_of(sure)
     places = torch.cat([place, place + BINS, place + 2 * BINS])

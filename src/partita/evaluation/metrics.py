@@ -17,7 +17,7 @@ from partita.evaluation.calibration import calibration_error
 from partita.evaluation.confusion import confusion_matrix
 from partita.evaluation.entities import TagScheme
 from partita.evaluation.evaluator import Predictions, by_type, type_score, without_types
-from partita.evaluation.outcomes import Columns, Confusion, Ranked, Totals, by_class, class_mean, ratio
+from partita.evaluation.outcomes import Columns, Confusion, Counted, Ranked, Totals, by_class, class_mean, ratio
 from partita.record.metric import ACCURACY, Metric
 
 LOSS = Metric("loss", higher_is_better=False, fraction=False)
@@ -53,7 +53,7 @@ class SingleLabel(ByExample):
     def columns(self, kept: Kept) -> Columns:
         guesses, targets = kept["guesses"], kept["targets"]
         right, rows, count = guesses == targets, torch.arange(len(targets)), len(targets)
-        columns = {
+        columns: dict[str, Floats | Counted] = {
             "accuracy": mean_of(right),
             "loss": mean_of(kept["losses"]),
             "bins": bins_block(rows, kept["sure"], right, count),
@@ -114,7 +114,7 @@ class MultiLabel(ByExample):
 
     def columns(self, kept: Kept) -> Columns:
         truth, told = kept["targets"].bool(), kept["logits"] > 0  # (example, class)
-        columns = {"loss": mean_of(kept["losses"])}
+        columns: dict[str, Floats | Counted] = {"loss": mean_of(kept["losses"])}
         for name, chosen in (("true", truth), ("predicted", told), ("hits", truth & told)):
             rows, places = chosen.nonzero(as_tuple=True)
             columns[name] = counted(rows, places, (len(chosen), chosen.shape[1]))
@@ -170,7 +170,7 @@ class Entities(ByExample):
         first = (valid & (valid.cumsum(1) == 1))[valid].numpy()  # (token,)
         scheme = TagScheme(self.tags)
         true, told = (scheme.spans(tags[valid].numpy(), first) for tags in (targets, guesses))
-        columns = {
+        columns: dict[str, Floats | Counted] = {
             "accuracy": mean_of(right.sum(1), number),
             "loss": mean_of(kept["losses"] * number, number),
             "entities": scheme.count(true, told, rows.numpy(), len(targets)).reshape(-1, 4 * len(scheme.types)),

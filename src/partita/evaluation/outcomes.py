@@ -21,15 +21,48 @@ from partita.evaluation.bootstrap import Floats, Ints
 from partita.evaluation.calibration import BINS, Reliability
 from partita.evaluation.evaluator import Evaluator, Predictions, type_score
 
-Columns = Mapping[str, Any]  # blocks of numbers of each example, (example, column): NumPy arrays or scipy.sparse ones
+Columns = Mapping[
+    str, Any
+]  # blocks of numbers of each example, (example, column): arrays of NumPy or scipy, or Counted
 Totals = Mapping[str, Floats]  # sums over examples of each block of columns, (weighting, column)
 Formula = Callable[[Totals], dict[str, Floats]]
+
+
+@dataclass(frozen=True, eq=False)
+class Counted:
+    """A block (example, column) of which most is zero: values, added at places of examples.
+
+    Scores of a round need its sums once, and no scipy, which takes long to import.
+    """
+
+    rows: Ints
+    places: Ints
+    values: Floats
+    shape: tuple[int, int]
+
+    def sums(self, weights: Floats) -> Floats:
+        """Return the weighted sums of all columns, (weighting, column)."""
+        if len(weights) == 1:
+            values = self.values * weights[0][self.rows]
+            return np.bincount(self.places, values, self.shape[1])[None].astype(float)
+        return np.asarray((self._matrix().T @ weights.T).T)
+
+    def __getitem__(self, rows: Ints) -> Any:
+        return self._matrix()[rows]
+
+    def _matrix(self) -> Any:
+        from scipy import sparse
+
+        return sparse.coo_array((self.values, (self.rows, self.places)), self.shape).tocsr()  # adds what has one place
 
 
 def weighted_sums(columns: Columns, weights: Floats) -> Totals:
     """Return the weighted sums of all columns, each (weighting, column)."""
     with np.errstate(invalid="ignore", over="ignore"):  # of a diverged model
-        return {name: (block.T @ weights.T).T for name, block in columns.items()}
+        return {
+            name: block.sums(weights) if isinstance(block, Counted) else (block.T @ weights.T).T
+            for name, block in columns.items()
+        }
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,10 +49,11 @@ class Segmentation(ByExample):
         return {**kept, "bins": torch.stack(sums).view(3, images, BINS).movedim(0, 1).reshape(images, 3 * BINS)}
 
     def columns(self, kept: Kept) -> Columns:
-        from scipy import sparse
-
         columns = {"loss": mean_of(kept["losses"]), "pixels": kept["pixels"].double().numpy()}
-        if "bins" in kept:  # all examples are kept, and most pairs of classes are in few of them
+        if "bins" in kept:
+            from scipy import sparse
+
+            # All examples are kept, and most pairs of classes are in few of them.
             return {**columns, "pixels": sparse.csr_array(columns["pixels"]), "bins": kept["bins"].numpy()}
         return columns
 
