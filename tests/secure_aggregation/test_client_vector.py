@@ -266,6 +266,8 @@ def test_noise_for_a_budget_is_found() -> None:
     assert rough.run.client_noise is not None
     assert guard.run.client_noise is not None
     assert rough.run.client_noise.noise >= guard.run.client_noise.noise
+    with pytest.raises(PrivacyError, match="only 'rdp' bounds"):
+        make_private(run, toy_model(), sizes, PrivacyConfig("client", noise=3.0, accountant="pld"))
 
 
 def test_without_noise_epsilon_is_infinite() -> None:

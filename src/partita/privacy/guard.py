@@ -277,7 +277,11 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
     units = len(sizes) if of_clients else max(sizes.values())
     delta = _delta(privacy_config, units)
     at_clients = of_clients and run.secure_aggregation is not None
-    assert not (at_clients and privacy_config.accountant == "pld")  # a config with both is refused
+    if at_clients and privacy_config.accountant == "pld":  # a config with both is refused when it is read
+        raise PrivacyError(
+            "privacy.accountant is 'pld', but noise at the clients is a sum of discrete Gaussians, which only 'rdp' "
+            "bounds; use that, or 'auto'"
+        )
     by = (
         privacy_config.accountant
         if privacy_config.accountant != "auto"
