@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Literal, cast
 
 from partita.core.client_noise import ClientNoise
@@ -128,7 +129,7 @@ class Training:
                 raise OptionError(f"training.{given[0]} is part of the object in training.{setting}; set it there")
         _ = self.steps_by  # SGD refuses nesterov without momentum
 
-    @property
+    @cached_property
     def steps_by(self) -> Optimizer:
         """The optimizer as an object."""
         if not isinstance(self.optimizer, str):
@@ -136,7 +137,7 @@ class Training:
         named: SGD | AdamW = SGD(self.momentum, nesterov=self.nesterov) if self.optimizer == "sgd" else AdamW()
         return named if self.weight_decay is None else replace(named, weight_decay=self.weight_decay)
 
-    @property
+    @cached_property
     def rates(self) -> Schedule:
         """The schedule of the learning rate as an object."""
         if not isinstance(self.schedule, str):
