@@ -66,6 +66,7 @@ _SAMPLE = record(dict.fromkeys(("prompt", "reference", "before", "after"), str),
 SAMPLES = record({}, {"samples": list_of(_SAMPLE)})
 CONFIG = record({"label": str, "seed": int}, {"rounds": Count, "code": Mapping[str, str]})
 RESULT = record({}, {"stopped": record({"after": Count, "reason": str}), "best": record({"after": Count})})
+_PROCESS = record({}, {"pid": int, "machine": str})
 PROGRESS = record(
     {"state": str},
     {
@@ -74,12 +75,12 @@ PROGRESS = record(
         **dict.fromkeys(("started", "updated", "pace"), Number),
         **dict.fromkeys(("clients", "lost"), Mapping[str, str]),
         "present": list[str],
-        "process": record({}, {"pid": int, "machine": str}),
+        "process": _PROCESS,
     },
 )
 COMPARISON = record(
     {"runs": list_of(record({"folder": str, "label": str, "seed": int, "rounds": Count}))},
-    {"process": record({}, {"pid": int, "machine": str})},
+    {"process": _PROCESS},
 )
 TABLE = table(Any)
 TABLES = ("method", "data", "split", "model")  # tables of a config that the report reads
