@@ -11,7 +11,7 @@
 Many local steps are affordable because the steps are C (steps.c, compiled with cc on the first use): with the identity
 map a client's loss is a quadratic function of B[i, jk, o] = A[i, j] W[k, o] + [j != k] A[i, k] W[j, o], j <= k, with
 A = Q K'. Its matrix E[S[i, i'] S[jk] S[j'k']] and vector E[S[jk] (H'Y)[i, o]], S = H'H, are computed once. Each start
-checks it against `partita.lab.simulate.warm_up`.
+checks it against `linear_attention.simulate.warm_up`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from linear_attention import simulate
+from linear_attention.experiments import SEARCH
+from linear_attention.simulate import Setting, Trace, automatic_warmup, step_size
+from linear_attention.synthetic import Differences, Federation, Size, draw, stack
+from linear_attention.theory import Kernel, Moments, feature_map, loss, moments, profile, ridged
 from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
 from partita.core.rng import Key
-from partita.lab import simulate
-from partita.lab.experiments import SEARCH
-from partita.lab.simulate import Setting, Trace, automatic_warmup, step_size
-from partita.lab.synthetic import Differences, Federation, Size, draw, stack
-from partita.lab.theory import Kernel, Moments, feature_map, loss, moments, profile, ridged
 from partita.methods.fedfrozen import fedfrozen
 from partita.report.tables import holm
 

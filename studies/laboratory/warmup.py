@@ -14,10 +14,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from torch import Tensor
-
-from partita.core.rng import Key
-from partita.lab.simulate import (
+from linear_attention.simulate import (
     Setting,
     Trace,
     automatic_warmup,
@@ -27,8 +24,11 @@ from partita.lab.simulate import (
     threshold_by_clients,
     warm_up,
 )
-from partita.lab.synthetic import Differences, Size, draw, stack
-from partita.lab.theory import feature_map
+from linear_attention.synthetic import Differences, Size, draw, stack
+from linear_attention.theory import feature_map
+from torch import Tensor
+
+from partita.core.rng import Key
 from partita.methods.fedfrozen import fedfrozen
 
 ROUNDS = 60

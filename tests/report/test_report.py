@@ -28,8 +28,9 @@ from partita.record.metric import ACCURACY, Metric
 from partita.report import ReportError, RunRecord, compare, find, load_run, page, picture
 from partita.report.curves import curve_of
 from partita.report.layer_selection import alarms_raised
+from partita.report.paper_figures import figures as paper_figures
 from partita.report.plan_stages import STATUSES, changes, plan_grid, plans, status
-from partita.report.plot_style import styles, svg
+from partita.report.plot_style import styles
 from partita.report.plots import (
     drift_by_role,
     gain_by_client,
@@ -627,9 +628,8 @@ def test_picture_is_a_wide_png_and_leaves_matplotlib_settings_unchanged(
 ) -> None:
     before = dict(matplotlib.rcParams)
     data = picture(records, tmp_path / "deep" / "out.png").read_bytes()
-    figure = personal_by_client(records)
-    assert figure is not None
-    assert "<text" in svg(figure, "clients")  # text instead of outlines, by a temporary setting
+    [drawing, *_] = paper_figures(records, tmp_path / "paper")
+    assert "<text" in drawing.read_text()  # text instead of outlines, by a temporary setting
     assert dict(matplotlib.rcParams) == before
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = (int.from_bytes(data[start : start + 4], "big") for start in (16, 20))

@@ -9,7 +9,7 @@ import warnings
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -308,21 +308,6 @@ def methods_command(
         table.add_row(row["name"], options, row["about"], *([row["source"]] if added else []))
     Console().print(table)
     print(f"\nSupported compositions: {', '.join(COMPOSITIONS)}\nShow a method's card: partita methods NAME")
-
-
-@app.command()
-def lab(
-    what: Annotated[Literal["fig1", "fig2", "all"], typer.Argument(help="Which figures to draw.")] = "all",
-    out: Annotated[Path, typer.Option(help="Output folder for the figures and, with 'all', an HTML page.")] = Path(
-        "runs/lab"
-    ),
-    seeds: Annotated[int, typer.Option(help="Random federations per setting.")] = 12,
-) -> None:
-    """Compute and plot FedFrozen's theory on linear attention: bias, drift and the choice of warm-up."""
-    from partita.lab.commands import make
-
-    for path in make(what, out, seeds):
-        print(path)
 
 
 @app.command()

@@ -1,10 +1,8 @@
-"""Shared plot style: colors, axes, a legend outside the data, and inline SVG."""
+"""Shared plot style: colors, axes, and a legend outside the data."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,25 +36,6 @@ def styles(labels: Iterable[str]) -> dict[str, Style]:
         label: Style(COLORS[place % len(COLORS)], DASHES[place // len(COLORS) % len(DASHES)])
         for place, label in enumerate(labels)
     }
-
-
-def svg(figure: Figure, name: str) -> str:
-    """Convert a figure to inline SVG that scales with the page and uses its CSS colors. Ids are prefixed by `name`."""
-    from matplotlib import rc_context
-
-    buffer = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :].replace("xlink:href", "href")
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r' xmlns(:xlink)?="[^"]*"| (width|height)="[\d.]+pt"', "", text, count=4)
-    used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
-    text = re.sub(r' id="([^"]*)"', lambda match: f' id="{name}-{match[1]}"' if match[1] in used else "", text)
-    text = re.sub(r'(href="|url\()#', rf"\1#{name}-", text)
-    for color, variable in ((INK, "--ink"), (MUTED, "--muted"), (GRID, "--grid"), (UNUSED_COLOR, "--faint")):
-        text = text.replace(color, f"var({variable})")
-    return text
 
 
 def new_figure(width: float, height: float) -> Figure:

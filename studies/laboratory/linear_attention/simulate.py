@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from partita.lab.synthetic import Federation
-from partita.lab.theory import Data, Features, Kernel, Moments, loss, moments, round_map
+from linear_attention.synthetic import Federation
+from linear_attention.theory import Data, Features, Kernel, Moments, loss, moments, round_map
 from partita.methods.auto_warmup import SMOOTHING, default_threshold
 
 DIVERGED = 1e6

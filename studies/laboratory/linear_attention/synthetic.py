@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from linear_attention.theory import Data, Features, Kernel, LabError, attend
 from partita.core.rng import Key
-from partita.lab.theory import Data, Features, Kernel, LabError, attend
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,28 @@
-"""Figures and page of the laboratory. Lines are medians over seeds, bands the range between the quartiles."""
+"""FedFrozen's theory on linear attention: bias, drift and the choice of warm-up, as figures and a page.
+
+    python studies/laboratory/figures.py                both figures and the page laboratory.html, in runs/lab
+    python studies/laboratory/figures.py fig1           one figure; likewise fig2
+    python studies/laboratory/figures.py --out FOLDER --seeds 12
+
+Lines are medians over seeds, bands the range between the quartiles.
+"""
 
 from __future__ import annotations
 
+import argparse
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from linear_attention import experiments as lab
+from rich.console import Console
+from rich.progress import Progress
 
-from partita.lab import experiments as lab
-from partita.report.plot_style import COLORS, INK, MUTED, new_figure, style_axes, svg
-from partita.report.templating import render
+from partita.report.plot_style import COLORS, INK, MUTED, new_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +34,7 @@ CHOICE_LABELS = {
     "auto": "automatic",
     "best": "best, by trying all",
 }
+STAGES = {"fig1": 1, "fig2": len(lab.STEPS) + 2}  # progress updates of each figure
 LOCAL = 40  # a client's gradient steps per round, in panels that do not vary them
 
 
@@ -183,9 +195,42 @@ def save(drawn: CaptionedFigure, folder: Path) -> list[Path]:
     return paths
 
 
-def page(drawn: Sequence[CaptionedFigure], path: Path) -> Path:
-    """Write the figures to one self-contained HTML file."""
+def page(drawn: Sequence[CaptionedFigure], folder: Path) -> Path:
+    """Write the saved figures to one self-contained HTML file."""
     title = "Attention kernels, frozen: the linear-attention laboratory"
-    figures = [{"name": item.name, "svg": svg(item.figure, item.name), "caption": item.caption} for item in drawn]
-    path.write_text(render("laboratory", title=title, figures=figures), encoding="utf-8")
+    shown = ""
+    for item in drawn:
+        source = b64encode((folder / f"{item.name}.svg").read_bytes()).decode()
+        shown += f'<figure><img alt="{item.name}" src="data:image/svg+xml;base64,{source}">'
+        shown += f"<figcaption>{escape(item.caption)}</figcaption></figure>\n"
+    path = folder / "laboratory.html"
+    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
+    path.write_text(f"{head}<h1>{title}</h1>\n{shown}</html>\n", encoding="utf-8")
     return path
+
+
+def draw(what: str, out: Path, seeds: int) -> list[Path]:
+    """Draw one figure, or with "all" both and the page. Return the files written."""
+    names = list(STAGES) if what == "all" else [what]
+    written: list[Path] = []
+    drawn = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("laboratory", total=sum(STAGES[name] for name in names))
+        for name in names:
+            figure = fig1 if name == "fig1" else fig2
+            drawn.append(figure(seeds, lambda: progress.advance(task)))
+            written += save(drawn[-1], out)
+    return [*written, page(drawn, out)] if what == "all" else written
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=[*STAGES, "all"], default="all")
+    parser.add_argument("--out", type=Path, default=Path("runs/lab"), help="folder to write to")
+    parser.add_argument("--seeds", type=int, default=12, help="random federations per setting")
+    asked = parser.parse_args()
+    print(*draw(asked.what, asked.out, asked.seeds), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from linear_attention.synthetic import Federation
+from linear_attention.theory import Data, Features, Kernel, LabError, attend
 from partita.core.client_rule import ClientRule, Context
 from partita.core.data import Batch, ClientData
 from partita.core.method import Method
 from partita.core.model import Model, Output
 from partita.core.tensors import Tensors
-from partita.lab.synthetic import Federation
-from partita.lab.theory import Data, Features, Kernel, LabError, attend
 
 
 class LinearAttention(Model):

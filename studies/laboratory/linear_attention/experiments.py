@@ -9,8 +9,7 @@ from inspect import signature
 
 import torch
 
-from partita.core.rng import Key
-from partita.lab.simulate import (
+from linear_attention.simulate import (
     Setting,
     Trace,
     automatic_warmup,
@@ -19,8 +18,9 @@ from partita.lab.simulate import (
     threshold_by_clients,
     warm_up,
 )
-from partita.lab.synthetic import Differences, Federation, Size, draw, stack
-from partita.lab.theory import Data, Features, Kernel, drift, feature_map, moments, profile
+from linear_attention.synthetic import Differences, Federation, Size, draw, stack
+from linear_attention.theory import Data, Features, Kernel, drift, feature_map, moments, profile
+from partita.core.rng import Key
 from partita.methods.fedfrozen import fedfrozen
 
 LEVELS = (0.0, 0.5, 1.0, 2.0)
