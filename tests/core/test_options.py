@@ -169,9 +169,9 @@ def test_training_options_are_accepted_or_refused(options: dict[str, Any]) -> No
 def test_closest_match_and_registry_import_suggest_a_name() -> None:
     assert closest_match("fedprx", INDEX) == "did you mean 'fedprox'?"
     assert closest_match("qqq", ["b", "a"]) == "it can be: a, b"
-    assert find_function(INDEX, "fedavg", "method")().name == "fedavg"
+    assert find_function("method", "fedavg")().name == "fedavg"
     with pytest.raises(OptionError, match=r"unknown method 'fedporx'; did you mean 'fedprox'\?"):
-        find_function(INDEX, "fedporx", "method")
+        find_function("method", "fedporx")
 
 
 def test_methods_are_built_by_name_and_options() -> None:

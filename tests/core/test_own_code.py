@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.metadata import EntryPoint
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from partita.core import registry
+from partita.core.options import OptionError
 from partita.core.own_code import (
     CodeError,
     Reference,
@@ -20,7 +23,19 @@ from partita.core.own_code import (
     read_source,
     short_name,
 )
-from partita.core.registry import call, find_function, find_reference, plugins
+from partita.core.registry import (
+    KINDS,
+    Kind,
+    built_in,
+    call,
+    find_function,
+    find_reference,
+    make,
+    offered,
+    options_by_name,
+    plugins,
+)
+from partita.methods import INDEX
 
 
 def write(path: Path, text: str) -> Reference:
@@ -172,42 +187,76 @@ def test_packages_register_names(packages: list[EntryPoint]) -> None:
         EntryPoint("fedavg", "json:loads", "partita.methods"),
         EntryPoint("loads", "json:loads", "partita.data"),
     ]
-    index = {"fedavg": "partita.methods.fedavg:fedavg"}
-    assert find_function(index, "dumps", "method")([1]) == "[1]"
-    assert find_reference(index, "dumps", "method") == Reference("json", "dumps")
-    assert find_function(index, "fedavg", "method")().name == "fedavg"  # a built-in name cannot be replaced
-    assert find_reference(index, "fedavg", "method") is None
+    assert find_function("method", "dumps")([1]) == "[1]"
+    assert find_reference("method", "dumps") == Reference("json", "dumps")
+    assert find_function("method", "fedavg")().name == "fedavg"  # a built-in name cannot be replaced
+    assert find_reference("method", "fedavg") is None
+    assert offered("method") == [*INDEX, "dumps"]
     assert set(plugins("data")) == {"loads"}
     with pytest.raises(ValueError, match=r"unknown method 'dump'; did you mean 'dumps'\?"):
-        find_function(index, "dump", "method")
+        find_function("method", "dump")
 
 
 def test_name_that_two_packages_register_is_refused(packages: list[EntryPoint]) -> None:
     packages += [EntryPoint("x", "json:dumps", "partita.splits"), EntryPoint("x", "json:loads", "partita.splits")]
     with pytest.raises(CodeError, match=r"both register 'x' in 'partita.splits'"):
-        find_function({}, "x", "split")
+        find_function("split", "x")
 
 
 def test_unknown_name_with_a_dot_hints_at_own_code() -> None:
     with pytest.raises(ValueError, match=r"unknown method 'mine.py'; .*; for your own code, write 'file.py:function'"):
-        find_function({"fedavg": ""}, "mine.py", "method")
-    with pytest.raises(ValueError, match=r"unknown method 'mine'; it can be: fedavg$"):
-        find_function({"fedavg": ""}, "mine", "method")
+        find_function("method", "mine.py")
+    with pytest.raises(ValueError, match=r"unknown sampling 'mine'; it can be: available, by_size, [\w, ]+$"):
+        find_function("sampling", "mine")
 
 
+@pytest.fixture
+def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind whose functions return a whole number."""
+    monkeypatch.setitem(
+        KINDS, "number", Kind("partita.numbers", returns=("builtins:int",), given=("x",), shared=("z",))
+    )
+
+
+@pytest.mark.usefixtures("numbers")
 def test_function_must_return_the_expected_type() -> None:
-    assert call(int, (int,), "mine.py:f", "method", "3") == 3
-    with pytest.raises(CodeError, match=r"the method 'mine.py:f' returned a str; it must return a int"):
-        call(str, (int,), "mine.py:f", "method", 3)
+    assert call("number", "json:loads", "3") == 3
+    with pytest.raises(CodeError, match=r"the number 'json:dumps' returned a str; it must return a int"):
+        call("number", "json:dumps", 3)
+
+
+@pytest.mark.usefixtures("numbers")
+def test_options_of_a_name_are_checked_before_its_call(tmp_path: Path) -> None:
+    name = str(write(tmp_path / "mine.py", "def f(x: int, y: int = 2) -> int:\n    return 10 * x + y\n"))
+    assert make("number", name, {}, x=3) == 32
+    assert make("number", name, {"y": 4}, x=3) == 34
+    assert set(options_by_name("number", name)) == {"y"}
+    with pytest.raises(OptionError, match=r"^number.y is 'a'; it must be a whole number$"):
+        make("number", name, {"y": "a"}, x=3)
+    with pytest.raises(OptionError, match=r"^unknown key 'number.x'; it can be: y, z; 'partita options number.*mine"):
+        make("number", name, {"x": 4}, x=3)
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_every_kind_is_where_the_table_says(what: str) -> None:
+    """So that none is found only when a run needs it."""
+    assert all(place.startswith("partita.") for place in built_in(what).values())
+    for place in KINDS[what].returns:
+        assert isinstance(place, str)
+        module, _, kind = place.partition(":")
+        assert isinstance(getattr(import_module(module), kind), type)
+    for name in built_in(what):
+        given = set(signature(find_function(what, name)).parameters)
+        assert what == "data" or {*KINDS[what].given} <= given, name
 
 
 def test_error_in_an_own_function_names_its_line(tmp_path: Path) -> None:
     reference = write(
         tmp_path / "mine.py", "def f(x):\n    return x.y\n\ndef g(x):\n    raise ValueError('say this')\n"
     )
-    with pytest.raises(CodeError, match=r"the data 'mine.py:f' failed: line 2: AttributeError: 'int' object has no"):
-        call(load_function(reference), (int,), "mine.py:f", "data", 3)
+    with pytest.raises(CodeError, match=r"the data '.*mine.py:f' failed: line 2: AttributeError: 'int' object has no"):
+        call("data", str(reference), 3)
     with pytest.raises(ValueError, match=r"^say this$"):
-        call(load_function(Reference(reference.source, "g")), (int,), "mine.py:g", "data", 3)
+        call("data", str(Reference(reference.source, "g")), 3)
     with pytest.raises(AttributeError):  # an error in partita itself keeps its traceback
-        call(parse_reference, (int,), "fedavg", "method", 3)
+        call("method", "partita.core.own_code:parse_reference", 3)

@@ -28,8 +28,8 @@ from partita.core.options import (
     one_line,
     validate_options,
 )
+from partita.core.registry import KINDS, options_by_name
 from partita.core.rounds import initial_server
-from partita.data.split import COMMON_OPTIONS
 from partita.experiment.builder import build
 from partita.experiment.config import ConfigError, apply_override, load, parse, schema
 from partita.experiment.runner import start
@@ -71,8 +71,12 @@ def test_schema_has_every_table_and_its_options() -> None:
     assert {"", "training", "engine", "privacy", "method fedprox", "data images", "split flwr", "model vit"} <= {
         *SCHEMA
     }
-    assert {"clients", "alpha", "min_examples", *COMMON_OPTIONS} == {*SCHEMA["split dirichlet"]}
     assert {"shots", "new_classes"} == {*SCHEMA["data digits"]}
+    assert {"clients", "alpha", "min_examples"} == {*SCHEMA["split dirichlet"]} - {*KINDS["split"].shared}
+    for heading, options in SCHEMA.items():
+        table, _, name = heading.partition(" ")
+        if name:
+            assert {*options} == {*options_by_name(table, name), *KINDS[table].shared}, heading
     assert "key" not in SCHEMA["data synthetic"]
 
 

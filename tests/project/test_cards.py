@@ -27,7 +27,7 @@ def test_card_has_its_sections_in_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", INDEX)
 def test_card_lists_each_parameter_with_its_default(name: str) -> None:
-    parameters = inspect.signature(find_function(INDEX, name, "method")).parameters.values()
+    parameters = inspect.signature(find_function("method", name)).parameters.values()
     section = card(name).partition("## Parameters\n")[2].partition("\n## ")[0]
     listed = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", section, re.MULTILINE)
     assert listed == [(each.name, repr(each.default)) for each in parameters]
@@ -47,7 +47,7 @@ def test_card_evidence_has_a_command_or_says_there_is_none(name: str) -> None:
 
 def test_listing_without_imports_has_the_signatures_of_the_functions() -> None:
     for row in listing():
-        function = find_function(INDEX, row["name"], "method")
+        function = find_function("method", row["name"])
         signature = {each.name: each.default for each in inspect.signature(function).parameters.values()}
         assert list(row["parameters"].items()) == list(signature.items())
         assert (inspect.getdoc(inspect.getmodule(function)) or "").splitlines()[0] == row["about"]

@@ -163,11 +163,10 @@ def _task(table: dict[str, Any]) -> Task:
 
 def _split_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a split. One that must be told the number of clients gets a few."""
-    from partita.core.options import MISSING, options_of
-    from partita.core.registry import find_function
-    from partita.data import SPLITS
+    from partita.core.options import MISSING
+    from partita.core.registry import options_by_name
 
-    known = options_of(find_function(SPLITS, name, "split"), ("task", "key"))
+    known = options_by_name("split", name)
     told = {"clients": CLIENTS} if "clients" in known and known["clients"].default is MISSING else {}
     return {**told, **given}
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from partita.core.options import Count, OptionError
-from partita.core.registry import call, find_function
+from partita.core.registry import make, named
 from partita.core.rng import Key
 
 # Name in a config -> "module:function". The function takes the options of the table [sampling] and returns the rule.
@@ -142,7 +142,5 @@ def check_sizes(name: str, clients: Sequence[str], info: ClientInfo) -> None:
 
 def build_sampling(options: Mapping[str, Any]) -> Uniform:
     """Build the sampling rule from the table `[sampling]`."""
-    name = options["name"]
-    given = {key: value for key, value in options.items() if key != "name"}
-    rule: Uniform = call(find_function(SAMPLING, name, "sampling"), (Uniform,), name, "sampling", **given)
+    rule: Uniform = make("sampling", *named(options))
     return rule

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Annotated, Any
 
-from partita.core.options import Count, Range, validate_options
-from partita.core.registry import call, find_function
+from partita.core.options import Count, Range
+from partita.core.registry import make, takes
 from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.few_shot import draw_shots, hold_out_classes
@@ -30,7 +29,7 @@ INDEX = {
     "tokens": "partita.data.tokens:tokens",
 }
 
-__all__ = ["INDEX", "SPLITS", "DataError", "Federation", "Subset", "Table", "Task", "load", "split", "takes"]
+__all__ = ["INDEX", "SPLITS", "DataError", "Federation", "Subset", "Table", "Task", "load", "split"]
 
 
 def load(
@@ -58,16 +57,8 @@ def load(
         together: Column whose equal values stay together if a test part is held out. Default: single rows are held out.
         **options: Options of the task.
     """
-    make = find_function(INDEX, name, "data")
-    options = validate_options(make, options, "data", given=["key"], name=name, others=("shots", "new_classes"))
-    if "key" in inspect.signature(make).parameters:
-        options["key"] = key
+    given = {"key": key} if takes("data", name, "key") else {}
     with hold_out_groups(together):
-        task: Task = call(make, (Task,), name, "data", **options)
+        task: Task = make("data", name, options, **given)
     task = hold_out_classes(task, new_classes) if new_classes else task
     return task if shots is None else draw_shots(task, shots, key)
-
-
-def takes(name: str, option: str) -> bool:
-    """Return whether the task `name` has the option `option`."""
-    return option in inspect.signature(find_function(INDEX, name, "data")).parameters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from partita.core.options import closest_match, format_value
-from partita.core.registry import find_function
+from partita.core.registry import find_function, named, takes
 from partita.core.rng import Key
 from partita.data import INDEX
 from partita.data.arrow_table import ArrowTable
@@ -69,9 +68,8 @@ def read_other(
     Raises:
         DataError: If the data cannot be read or does not fit the model.
     """
-    name, options = reading["name"], {key: value for key, value in reading.items() if key != "name"}
-    make = find_function(INDEX, name, "data") if name in INDEX else None
-    if make is None or "path" not in inspect.signature(make).parameters:
+    name, options = named(reading)
+    if name not in INDEX or not takes("data", name, "path"):
         raise DataError(
             f"data of the task '{name}' cannot be read from other files, because it is built in or read by own code; "
             "leave --data out to evaluate on the run's own test set"
@@ -80,7 +78,6 @@ def read_other(
     chosen = _choose(path, parts, split)
     part = parts[chosen]
     if name in DOCUMENTS:
-        make = find_function(INDEX, "tokens", "data")
         options = {key: value for key, value in options.items() if key in ("max_length", "long_texts", "overlap")}
         name = "tokens"
     left_out: Counter[str] = Counter()
@@ -91,9 +88,9 @@ def read_other(
         options["classes"] = tuple(classes)  # masks hold numbers, in the order of the model's classes
     nothing = np.empty(0, np.int64)
     source = Dataset(Path(path).stem, path, part.select(nothing), part, cut=False)
-    if "tokenizer" in inspect.signature(make).parameters:
+    if takes("data", name, "tokenizer"):
         options["tokenizer"] = tokenizer
-    task: Task = make(path=source, key=Key(0), **options)
+    task: Task = find_function("data", name)(path=source, key=Key(0), **options)
     rows = len(part.rows)
     if name == "chat" and len(task.test) < rows:
         left_out["longer than max_length tokens"] += rows - len(task.test)

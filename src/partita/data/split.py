@@ -13,17 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from partita.core.options import (
-    Count,
-    PartialShare,
-    Positive,
-    Range,
-    closest_match,
-    format_value,
-    validate_options,
-)
+from partita.core.options import Count, PartialShare, Positive, Range, closest_match, format_value
 from partita.core.own_code import short_name
-from partita.core.registry import call, find_function
+from partita.core.registry import make
 from partita.core.rng import Key
 from partita.data.client_ids import NamedClients, NumberedClients
 from partita.data.errors import DataError
@@ -42,7 +34,6 @@ from partita.data.reorder import reorder as reorder_content
 from partita.data.task import Federation, Task
 
 ATTEMPTS = 50
-COMMON_OPTIONS = ("validation", "test", "unseen", "shots", "reorder", "reorder_size", "orders")
 UNNAMED = "unnamed"  # name of the client whose value is missing
 
 Clients = Annotated[Count, "number of clients"]
@@ -118,10 +109,8 @@ def split(
     if together is not None:
         groups = row_groups(task, together)
         check_test_groups(task, together)
-    make_partition = find_function(SPLITS, name, "split")
-    given = options if clients is None else {"clients": clients, **options}
-    own = validate_options(make_partition, given, "split", ["task", "key"], name, others=COMMON_OPTIONS)
-    made = call(make_partition, (Partition, Mapping), name, "split", task, key=key / short_name(name), **own)
+    own = options if clients is None else {"clients": clients, **options}
+    made = make("split", name, own, task=task, key=key / short_name(name))
     partition: Partition = _partition_of(made, task.row_count, name) if isinstance(made, Mapping) else made
     unseen_clients: Sequence[str] = ()
     clients_in: Sequence[str] = partition.clients

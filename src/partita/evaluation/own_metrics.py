@@ -49,7 +49,7 @@ def with_own_metrics(evaluator: Evaluator, names: Sequence[str]) -> Evaluator:
     functions: dict[Metric, MetricFunction] = {}
     taken = {known.name for known in evaluator.metrics}
     for name in names:
-        function = find_function({}, name, "metric")
+        function = find_function("metric", name)
         own = getattr(function, _ATTRIBUTE, Metric(short_name(name)))
         if own.name in taken:
             raise EvaluationError(f"evaluate.metrics: there are two metrics '{own.name}'; rename '{name}'")

@@ -17,7 +17,7 @@ from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.own_code import digests
 from partita.core.plan import RoundInfo, plan_for
-from partita.core.registry import find_function
+from partita.core.registry import find_function, named, takes
 from partita.core.rng import Key
 from partita.core.sampling import Uniform, build_sampling
 from partita.core.settings import Run, RunError
@@ -45,7 +45,7 @@ from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.secret import draw, from_file
 from partita.secure_aggregation.eligibility import check_eligible
 from partita.storage.client_store import ClientStore
-from partita.track import TRACKERS, check_installed
+from partita.track import check_installed
 from partita.training.parameter_groups import parameter_groups
 
 
@@ -92,7 +92,7 @@ def _check_environment(config: Config) -> None:
     check_recorded(config.code, digests(config.references()))
     for name in config.track.to:
         check_installed(name)
-        find_function(TRACKERS, name, "tracker")
+        find_function("tracker", name)
 
 
 def _check_task(config: Config, task: Task) -> None:
@@ -135,7 +135,7 @@ def _evaluator(config: Config, task: Task) -> Evaluator:
 
 def build_method(options: Mapping[str, Any]) -> Method:
     """Build the method from the table `[method]`."""
-    return methods.build(options["name"], _without_name(options))
+    return methods.build(*named(options))
 
 
 def build_data(config: Config, method: Method, key: Key, task: Task | None = None) -> Federation:
@@ -163,7 +163,8 @@ def client_names(config: Config) -> Sequence[str]:
 def build_model(options: Mapping[str, Any], method: Method, task: Task, key: Key, model: Model | None = None) -> Model:
     """Build the model from the table `[model]`, unless it is given, with what the method adds to it."""
     if model is None:
-        model = models.build(options["name"], task, key / "model", **_without_name(options))
+        name, own = named(options)
+        model = models.build(name, task, key / "model", **own)
     return method.extend(model, key / "extend") if method.extend else model
 
 
@@ -251,8 +252,8 @@ class _Sizes(Mapping[str, int]):
 
 def _data_options(config: Config) -> dict[str, Any]:
     """Return the data options. The tokenizer defaults to the model's."""
-    options, name = _without_name(config.data), config.data["name"]
-    return {"tokenizer": config.model.get("path"), **options} if data.takes(name, "tokenizer") else options
+    name, options = named(config.data)
+    return {"tokenizer": config.model.get("path"), **options} if takes("data", name, "tokenizer") else options
 
 
 def _cached(model: Model, federation: Federation) -> tuple[Model, Federation]:
@@ -264,10 +265,6 @@ def _cached(model: Model, federation: Federation) -> tuple[Model, Federation]:
     above, (train, test, *cached_new) = cache_frozen(model, task.train, task.test, *new)
     held = replace(task.new, examples=cached_new[0]) if task.new else None
     return above, replace(federation, task=replace(task, train=train, test=test, new=held))  # type: ignore[arg-type]
-
-
-def _without_name(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {option: value for option, value in options.items() if option != "name"}
 
 
 def makes_secret(config: Config) -> bool:

@@ -22,14 +22,14 @@ from partita.core.options import (
     validate_options,
 )
 from partita.core.own_code import Reference
-from partita.core.registry import find_function
-from partita.core.sampling import SAMPLING
+from partita.core.registry import built_in, check_options, find_function, named, options_by_name
 from partita.core.secure_settings import SecureAggregation
 from partita.core.settings import Training
 from partita.data.dataset_files import check_place
 from partita.data.other_data import DOCUMENTS
 from partita.experiment import fits
 from partita.experiment.config_code import (
+    NAMED_TABLES,
     anchored,
     changed,
     check_recorded,
@@ -89,14 +89,6 @@ _TABLES = {
     "secure_aggregation": SecureAggregation,
     "stop": StopConfig,
 }
-# Tables that name a function: (key that holds the name, registry, parameters that do not come from the config).
-_NAMED: dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]] = {
-    "method": ("name", methods.INDEX, ()),
-    "data": ("name", data.INDEX, ("key",)),
-    "split": ("name", data.SPLITS, ("task", "key")),
-    "model": ("name", models.INDEX, ("task", "key")),
-    "sampling": ("name", SAMPLING, ()),
-}
 # Tables in which all names share some options: the function that takes these, and its other parameters.
 _SHARED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "data": (data.load, ("name", "key", "together", "options")),
@@ -107,9 +99,9 @@ _SHARED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 
 def headings() -> list[str]:
     """Return the heading of every table: "" (top level), "training", ..., "method fedprox", "data text", ..."""
-    named = [f"{table} {name}" for table, (_, index, _) in _NAMED.items() for name in index]
-    place = 1 + max(place for place, heading in enumerate(named) if heading.startswith("model "))
-    return ["", *_TABLES, *named[:place], ADAPTER_TABLE, *named[place:]]
+    names = [f"{table} {name}" for table in NAMED_TABLES for name in built_in(table)]
+    place = 1 + max(place for place, heading in enumerate(names) if heading.startswith("model "))
+    return ["", *_TABLES, *names[:place], ADAPTER_TABLE, *names[place:]]
 
 
 def options_under(heading: str) -> dict[str, Option]:
@@ -120,14 +112,13 @@ def options_under(heading: str) -> dict[str, Option]:
     """
     table, _, name = heading.partition(" ")
     if not table:
-        return options_of(Config, given=[*_TABLES, *_NAMED, CODE])
+        return options_of(Config, given=[*_TABLES, *NAMED_TABLES, CODE])
     if table == ADAPTER_TABLE:
         return options_of(AdapterOptions)
     if table in _TABLES:
         return options_of(_TABLES[table])
-    _, index, given = _NAMED[table]
     common = options_of(*_SHARED[table]) if table in _SHARED else {}
-    return {**options_of(find_function(index, name, table), given), **common}
+    return {**options_by_name(table, name), **common}
 
 
 def schema() -> dict[str, dict[str, Option]]:
@@ -286,7 +277,7 @@ def parse(raw: Mapping[str, Any]) -> Config:
     for key, value in raw.items():
         if key not in Config.__dataclass_fields__:
             raise unknown_key(key, Config.__dataclass_fields__)
-        if (key in _TABLES or key in _NAMED) and not isinstance(value, Mapping):
+        if (key in _TABLES or key in NAMED_TABLES) and not isinstance(value, Mapping):
             raise OptionError(f"{key} is {format_value(value)}; it must be a table, [{key}]")
     raw = anchored(raw, Path())
     recorded, code = raw.pop(CODE, None), code_digests(raw)
@@ -296,8 +287,8 @@ def parse(raw: Mapping[str, Any]) -> Config:
         raise OptionError("'method' is missing; name one with [method] name = 'fedavg'")
     shaped = {key: kind(**validate_options(kind, raw[key], key)) for key, kind in _TABLES.items() if key in raw}
     plain = {key: value for key, value in raw.items() if key not in _TABLES}
-    single = {key: value for key, value in plain.items() if key not in _NAMED}
-    validate_options(Config, single, "", given=[*_TABLES, *_NAMED, CODE])
+    single = {key: value for key, value in plain.items() if key not in NAMED_TABLES}
+    validate_options(Config, single, "", given=[*_TABLES, *NAMED_TABLES, CODE])
     config = Config(**plain, **shaped, code=code)
     method, built = _filled_method(config.method)
     config = dataclasses.replace(
@@ -316,7 +307,7 @@ def _filled_method(table: Table) -> tuple[Table, Method]:
     """Fill in all defaults, so that the recorded config is complete. Return the method too."""
     name, options = _named(table, "method")
     method = methods.build(name, options)
-    defaults = [_defaults(find_function(methods.INDEX, part, "method")) for part in name.split("+")]
+    defaults = [_defaults(find_function("method", part)) for part in name.split("+")]
     # A config cannot set a key that two composed methods share, so each method keeps its own default.
     own = {
         key: value for part in defaults for key, value in part.items() if sum(key in other for other in defaults) == 1
@@ -328,25 +319,22 @@ def _filled_method(table: Table) -> tuple[Table, Method]:
 def _filled(table: Table, where: str) -> Table:
     """Fill in the defaults of this name and of the keys that all names of the table share."""
     name, options = _named(table, where)
-    _, index, given = _NAMED[where]
-    function = find_function(index, name, where)
+    defaults = _defaults(find_function(where, name))
     if where not in _SHARED:
-        return {"name": name, **_defaults(function), **validate_options(function, options, where, given, name)}
+        return {"name": name, **defaults, **check_options(where, name, options)}
     shared_by, others = _SHARED[where]
     common = _defaults(shared_by)
     shared = {key: options.pop(key) for key in options_of(shared_by, others) if key in options}
     if where == "model" and "adapter" in shared:
         shared["adapter"] = drop_none(dataclasses.asdict(adapter_options(shared["adapter"])))
     validate_options(shared_by, shared, where, others)
-    own = validate_options(function, options, where, given, name, others=options_of(shared_by, others))
-    return {"name": name, **common, **_defaults(function), **shared, **own}
+    return {"name": name, **common, **defaults, **shared, **check_options(where, name, options)}
 
 
 def _named(table: Table, where: str) -> tuple[str, dict[str, Any]]:
-    key, _, _ = _NAMED[where]
-    if not isinstance(table.get(key), str):
-        raise OptionError(f"'{where}.{key}' is missing; it names the {where} to use")
-    return table[key], {other: value for other, value in table.items() if other != key}
+    if not isinstance(table.get("name"), str):
+        raise OptionError(f"'{where}.name' is missing; it names the {where} to use")
+    return named(table)
 
 
 def _defaults(function: Any) -> dict[str, Any]:

@@ -6,25 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from partita import data, methods, models
 from partita.core.own_code import FOLDER, CodeError, Reference, digests, read_source
 from partita.core.registry import find_reference
-from partita.core.sampling import SAMPLING
-from partita.track import TRACKERS
 
-# Tables whose key `name` names a function, and its registry. A method may be several names, joined by "+".
-NAMED_TABLES: dict[str, Mapping[str, str]] = {
-    "method": methods.INDEX,
-    "data": data.INDEX,
-    "split": data.SPLITS,
-    "model": models.INDEX,
-    "sampling": SAMPLING,
-}
-# Keys that list names of functions: (table, key) -> (what a name stands for, registry).
-NAMED_LISTS: dict[tuple[str, str], tuple[str, Mapping[str, str]]] = {
-    ("evaluate", "metrics"): ("metric", {}),
-    ("track", "to"): ("tracker", TRACKERS),
-}
+# Tables whose key `name` names a function of this kind. A method may be several names, joined by "+".
+NAMED_TABLES = ("method", "data", "split", "model", "sampling")
+# Keys that list names of functions: (table, key) -> what a name stands for.
+NAMED_LISTS = {("evaluate", "metrics"): "metric", ("track", "to"): "tracker"}
 
 Raw = Mapping[str, Any]
 
@@ -103,17 +91,17 @@ def _map_references(raw: Raw, change: Callable[[str, Reference], str]) -> dict[s
     """Return a raw config in which the names of functions that are not built in are changed."""
     result = dict(raw)
 
-    def mapped(name: object, what: str, index: Mapping[str, str]) -> object:
-        reference = find_reference(index, name, what) if isinstance(name, str) else None
+    def mapped(what: str, name: object) -> object:
+        reference = find_reference(what, name) if isinstance(name, str) else None
         return name if reference is None else change(str(name), reference)
 
-    for table, index in NAMED_TABLES.items():
+    for table in NAMED_TABLES:
         options = raw.get(table)
         if isinstance(options, Mapping) and isinstance(options.get("name"), str):
             parts = options["name"].split("+") if table == "method" else [options["name"]]
-            result[table] = {**options, "name": "+".join(str(mapped(part, table, index)) for part in parts)}
-    for (table, key), (what, index) in NAMED_LISTS.items():
+            result[table] = {**options, "name": "+".join(str(mapped(table, part)) for part in parts)}
+    for (table, key), what in NAMED_LISTS.items():
         options = raw.get(table)
         if isinstance(options, Mapping) and isinstance(options.get(key), list | tuple):
-            result[table] = {**options, key: [mapped(name, what, index) for name in options[key]]}
+            result[table] = {**options, key: [mapped(what, name) for name in options[key]]}
     return result

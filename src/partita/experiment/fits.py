@@ -16,7 +16,7 @@ from partita.core.plan import RoundInfo, plan_for
 from partita.core.registry import find_function
 from partita.core.rng import Key
 from partita.core.rules import ANY, METHOD, TASK, UNIT, Rule, first_clash
-from partita.core.sampling import SAMPLING, Uniform, build_sampling
+from partita.core.sampling import Uniform, build_sampling
 from partita.core.settings import RunError
 from partita.experiment.config_tables import Config
 from partita.experiment.early_stopping import evaluated_clients
@@ -83,7 +83,7 @@ def check(parts: Parts) -> None:
 def _check_method(config: Config, method: Method) -> None:
     """Build the run without its data, so that it refuses what does not go with its method."""
     sampling = Uniform()  # stands for what a function makes, which may read a file
-    if not method.pool and isinstance(find_function(SAMPLING, config.sampling["name"], "sampling"), type):
+    if not method.pool and isinstance(find_function("sampling", config.sampling["name"]), type):
         sampling = build_sampling(config.sampling)
     weights = config.training.class_weights
     classes = tuple(weights) if isinstance(weights, Mapping) else ()

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from partita.core.options import MISSING, Option, bounds_of
-from partita.core.registry import plugins
+from partita.core.registry import offered
 from partita.experiment.config import CODE, headings, options_under
-from partita.experiment.config_code import NAMED_LISTS, NAMED_TABLES
+from partita.experiment.config_code import NAMED_LISTS
 from partita.experiment.reference import about, keys_under
 from partita.models.adapter_options import TABLE as ADAPTER_TABLE
 
@@ -44,9 +44,9 @@ def _table(heading: str) -> Schema:
     options = options_under(heading)
     required = [name for name, option in options.items() if option.default is MISSING]
     properties = {name: _property(option, meanings[name]) for name, option in options.items()}
-    for (table, key), (what, index) in NAMED_LISTS.items():
+    for (table, key), what in NAMED_LISTS.items():
         if heading == table:
-            properties[key]["items"] = _name_schema(what, index)
+            properties[key]["items"] = _name_schema(what)
     shape: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
     return {**shape, "required": required} if required else shape
 
@@ -67,12 +67,12 @@ def _named_table(kind: str, by_name: Mapping[str, Schema]) -> Schema:
     hints = {
         key: {"description": shape["description"]} if "description" in shape else {} for key, shape in keys.items()
     }
-    shown = {"name": {**_name_schema(kind, NAMED_TABLES[kind]), "description": f"which {kind}"}, **hints}
+    shown = {"name": {**_name_schema(kind), "description": f"which {kind}"}, **hints}
     return {"type": "object", "properties": shown, "required": ["name"], "allOf": rules}
 
 
-def _name_schema(what: str, index: Mapping[str, str]) -> Schema:
-    return {"anyOf": [{"enum": [*index, *plugins(what)]}, {"type": "string", "pattern": OWN_CODE}]}
+def _name_schema(what: str) -> Schema:
+    return {"anyOf": [{"enum": offered(what)}, {"type": "string", "pattern": OWN_CODE}]}
 
 
 def type_schema(hint: Any) -> Schema:

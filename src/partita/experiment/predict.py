@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +12,8 @@ import torch
 from partita import data
 from partita.core import tensors
 from partita.core.model import Model
-from partita.core.options import OptionError, closest_match, format_value
-from partita.core.registry import find_function
+from partita.core.options import MISSING, OptionError, closest_match, format_value
+from partita.core.registry import options_by_name
 from partita.core.tensors import Tensors
 from partita.data import Table, Task
 from partita.data.chat import answer_example
@@ -105,8 +104,8 @@ def _predictor(source: Source, folder: Path, file: Path, options: Options, cut: 
     name = source.reading["name"]
     defaults: dict[str, Any] = {}
     if name in data.INDEX:
-        parameters = inspect.signature(find_function(data.INDEX, name, "data")).parameters.values()
-        defaults = {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
+        known = options_by_name("data", name)
+        defaults = {key: option.default for key, option in known.items() if option.default is not MISSING}
     reading = {**defaults, **source.reading}
     recorded = source.recorded
     task = recorded.experiment.federation.task if recorded is not None else _described(folder, source)

@@ -58,7 +58,7 @@ def about(heading: str) -> str:
     if table not in NAMED_TABLES:
         return ""
     # A method is described by the first line of its file, the others by that of their function.
-    function = find_function(NAMED_TABLES[table], name, table)
+    function = find_function(table, name)
     owner = inspect.getmodule(function) if table == "method" and name in methods.INDEX else function
     return (inspect.getdoc(owner) or "").partition("\n\n")[0].replace("\n", " ")
 
@@ -68,7 +68,7 @@ def _documented(heading: str) -> dict[str, str]:
     table, _, name = heading.partition(" ")
     if table not in NAMED_TABLES:
         return {}
-    text = inspect.getdoc(find_function(NAMED_TABLES[table], name, table)) or ""
+    text = inspect.getdoc(find_function(table, name)) or ""
     section = text.partition("Args:\n")[2].partition("\n\n")[0]
     found = re.findall(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)
     return {option: " ".join(meaning.split()) for option, meaning in found}
@@ -98,7 +98,7 @@ def find_headings(wanted: str) -> list[str]:
         raise OptionError(f"the table '{table}' has no tables in it; use: partita options {table}")
     wanted_names = (name.split("+") if table == "method" else [name]) if name else names
     for each in wanted_names:
-        if each not in names and find_reference({}, each, table) is None:
+        if each not in names and find_reference(table, each) is None:
             raise OptionError(f"unknown {table} {format_value(each)}; {closest_match(each, names)}")
     return [f"{table} {each}" for each in wanted_names]
 

@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from partita import methods
-from partita.core.options import MISSING, Option, OptionError, format_value, options_of
+from partita.core.options import MISSING, Option, OptionError, format_value
 from partita.core.own_code import short_name
-from partita.core.registry import find_function
+from partita.core.registry import options_by_name
 from partita.storage.safe_text import label_folder
 
 RUNS = Path("runs")
@@ -46,7 +45,7 @@ def method_label(method: Mapping[str, Any], more: Mapping[str, str] | None = Non
 
 def method_options(name: str) -> dict[str, Option]:
     """Return the options of a method, or of all parts of a composition."""
-    parts = [options_of(find_function(methods.INDEX, part, "method")) for part in name.split("+")]
+    parts = [options_by_name("method", part) for part in name.split("+")]
     return {key: option for part in parts for key, option in part.items()}
 
 

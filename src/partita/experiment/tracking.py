@@ -117,7 +117,7 @@ class RowSender:
 
     def _send(self, rounds: int) -> None:
         if self.tracker is None:
-            self.tracker = find_function(TRACKERS, self.name, "tracker")(self.run)
+            self.tracker = find_function("tracker", self.name)(self.run)
         while self.waiting and self.waiting[0][0] < rounds:
             if self.waiting[0][0] >= self.tracker.first:
                 self.tracker.log(*self.waiting[0])
@@ -154,7 +154,7 @@ def open_trackers(names: Sequence[str], config: Config, folder: Path) -> Iterato
             sender.send(run_folder.saved_rounds(folder))
             opened[name] = sender
         else:
-            opened[name] = call(find_function(TRACKERS, name, "tracker"), (Callable,), name, "tracker", config, folder)
+            opened[name] = call("tracker", name, config, folder)
 
     def track_all(row: Row) -> None:
         for name, track in opened.items():

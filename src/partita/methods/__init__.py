@@ -5,12 +5,12 @@ Each method has one file and one card. To add a method, write both, add a reduct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from inspect import signature
+from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from partita.core.options import OptionError, format_name, unknown_key, validate_options
-from partita.core.registry import call, find_function
+from partita.core.options import OptionError, format_name, unknown_key
+from partita.core.registry import make, options_by_name
 
 if TYPE_CHECKING:
     from partita.core.method import Method
@@ -128,35 +128,23 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> Method:
     Raises:
         OptionError: If a name is unknown or repeated, or if no part or several parts accept an option.
     """
-    options = options or {}
-    parts = {part: find_function(INDEX, part, "method") for part in name.split("+")}
-    if len(parts) < name.count("+") + 1:
+    options, parts = options or {}, name.split("+")
+    accepted = {part: options_by_name("method", part) for part in parts}
+    if len(accepted) < len(parts):
         raise OptionError(f"'{name}' names a method twice; name each once")
     if len(parts) == 1:
-        return _make(name, parts[name], options)
+        only: Method = make("method", name, options)
+        return only
     for key in options:
-        accepting = [part for part, function in parts.items() if key in _options(function)]
+        accepting = [part for part, keys in accepted.items() if key in keys]
         if not accepting:
-            raise unknown_key(
-                f"method.{key}", {each for part in parts.values() for each in _options(part)}, f"method.{name}"
-            )
+            raise unknown_key(f"method.{key}", {*chain.from_iterable(accepted.values())}, f"method.{name}")
         if len(accepting) > 1:
             raise OptionError(
                 f"{format_name(f'method.{key}')} is accepted by both {' and '.join(accepting)} in '{name}'; compose "
                 "them in Python with partita.compose"
             )
-    shares = {part: {key: options[key] for key in _options(parts[part]) if key in options} for part in parts}
+    shares = {part: {key: options[key] for key in keys if key in options} for part, keys in accepted.items()}
     from partita.core.compose import compose  # imports torch, which the index and the cards do not need
 
-    return compose(*(_make(part, function, shares[part]) for part, function in parts.items()))
-
-
-def _options(function: Callable[..., Method]) -> list[str]:
-    return list(signature(function).parameters)
-
-
-def _make(name: str, function: Callable[..., Method], options: Mapping[str, Any]) -> Method:
-    from partita.core.method import Method
-
-    made: Method = call(function, (Method,), name, "method", **validate_options(function, options, "method", name=name))
-    return made
+    return compose(*(make("method", part, share) for part, share in shares.items()))

@@ -8,10 +8,10 @@ import re
 from importlib.resources import files
 from typing import Any
 
-from partita.core.options import MISSING, OptionError, closest_match, options_of
+from partita.core.options import MISSING, OptionError, closest_match
 from partita.core.options import describe as describe_type
 from partita.core.own_code import source_file
-from partita.core.registry import find_function, find_reference, package_of, plugins
+from partita.core.registry import find_function, find_reference, offered, options_by_name, package_of, plugins
 from partita.methods import COMPOSITIONS, INDEX
 
 HEADINGS = (
@@ -35,9 +35,9 @@ def card(name: str) -> str:
     """
     if name in INDEX:
         return files("partita").joinpath(path_of(name)).read_text()
-    reference = find_reference(INDEX, name, "method")
+    reference = find_reference("method", name)
     if reference is None:
-        raise OptionError(f"unknown method '{name}'; {closest_match(name, {*INDEX, *plugins('method')})}")
+        raise OptionError(f"unknown method '{name}'; {closest_match(name, offered('method'))}")
     file = source_file(reference).with_name(f"{reference.function}.md")
     if not file.is_file():
         raise OptionError(f"the method '{name}' has no card; write one next to its code: {file}")
@@ -83,7 +83,7 @@ def _read_source(entry: str) -> tuple[dict[str, Any], str]:
 
 
 def _inspect(name: str) -> tuple[dict[str, Any], str]:
-    function = find_function(INDEX, name, "method")
+    function = find_function("method", name)
     parameters = inspect.signature(function).parameters.values()
     return {each.name: each.default for each in parameters}, inspect.getdoc(inspect.getmodule(function)) or ""
 
@@ -105,7 +105,7 @@ def describe(name: str) -> dict[str, Any]:
             "type": describe_type(option.hint),
             "meaning": option.meaning or explained.get(option.name, ""),
         }
-        for option in options_of(find_function(INDEX, name, "method")).values()
+        for option in options_by_name("method", name).values()
     ]
     return {**_listed(name, source), "parameters": parameters, "card": text}
 

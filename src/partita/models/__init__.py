@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from inspect import signature
 from typing import Annotated, Any, Literal
 
 from partita.core.model import Model
-from partita.core.options import validate_options
-from partita.core.registry import call, find_function
+from partita.core.registry import make, takes
 from partita.core.rng import Key
 from partita.models.adapter_options import adapter_options, frozen_part
 from partita.tasks import TaskInfo
@@ -48,10 +46,9 @@ def build(
         **options: Options of the model.
     """
     wanted = None if adapter is None else asdict(adapter_options(adapter))
-    make = find_function(INDEX, name, "model")
-    options = validate_options(make, options, "model", given=["task", "key"], name=name, others=("adapter",))
-    if wanted is not None and "frozen" in signature(make).parameters:
+    frozen = options.get("frozen", ())
+    if wanted is not None and takes("model", name, "frozen") and isinstance(frozen, tuple | list):
         # Frozen when loaded: otherwise, memory would hold a copy of the base to train.
-        options["frozen"] = (*options.get("frozen", ()), frozen_part(wanted["head"], task.kind.outputs))
-    model: Model = call(make, (Model,), name, "model", task, key, **options)
+        options["frozen"] = (*frozen, frozen_part(wanted["head"], task.kind.outputs))
+    model: Model = make("model", name, options, task=task, key=key)
     return model if wanted is None else model.adapted(wanted.pop("kind"), key / "adapter", **wanted)
