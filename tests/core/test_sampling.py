@@ -17,7 +17,7 @@ from partita.core.client import Job
 from partita.core.options import OptionError
 from partita.core.rng import Key
 from partita.core.rounds import rounds
-from partita.core.sampling import BySize, ClientInfo, PowerOfChoice, Uniform, sample_by_size
+from partita.core.sampling import SAMPLING, BySize, ClientInfo, PowerOfChoice, Uniform, build_sampling, sample_by_size
 from partita.core.settings import Run, RunError
 from partita.core.update import Update
 from partita.engines.simulation import SimulationEngine
@@ -180,6 +180,15 @@ def test_candidates_are_from_the_cohort_to_all_clients(candidates: int) -> None:
         run_with(PowerOfChoice(candidates=candidates)).check_sampling(NAMES)
     for fits in (2, 4, None):
         run_with(PowerOfChoice(candidates=fits)).check_sampling(NAMES)
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLING if name != "available"])  # which is a function
+def test_a_rule_is_built_with_checked_options(name: str) -> None:
+    assert build_sampling({"name": name, "equal_weights": True}).equal_weights
+    with pytest.raises(OptionError, match=r"^sampling.equal_weights is 1; it must be true or false$"):
+        build_sampling({"name": name, "equal_weights": 1})
+    with pytest.raises(OptionError, match=r"^unknown key 'sampling.weights'; .* 'partita options sampling"):
+        build_sampling({"name": name, "weights": 1})
 
 
 def test_sampling_check_refuses_a_cohort_that_does_not_fit() -> None:
