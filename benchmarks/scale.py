@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from environment import environment
 
-from partita import AdamW, Key, Run, SimulationEngine, Training, methods, rounds
+from partita import AdamW, FederationSettings, Key, Run, SimulationEngine, Training, methods, rounds
 from partita.core.data import ClientData
 from partita.core.rounds import RoundResult
 from partita.data.client_ids import NumberedClients
@@ -82,7 +82,9 @@ def measure(name: str, populations: list[int], cohort: int, count: int) -> dict[
 
 def play(name: str, population: int, cohort: int, count: int, folder: Path) -> Iterator[RoundResult]:
     training = Training(1e-2, AdamW(), batch_size=10)
-    run = Run(methods.build(name), training, rounds=count, key=Key(0), cohort=cohort, drift=False)
+    run = Run(
+        methods.build(name), training, rounds=count, key=Key(0), federation=FederationSettings(cohort), drift=False
+    )
     model, clients = ToyTransformer(), Registered(population)
     return rounds(run, model, SimulationEngine(run, model, clients, block=cohort, store=DiskStore(folder)))
 

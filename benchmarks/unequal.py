@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 from works import chosen_works, work_options
 
-from partita import AdamW, Key, Run, SimulationEngine, Training, methods
+from partita import AdamW, FederationSettings, Key, Run, SimulationEngine, Training, methods
 from partita.core.model import Model
 from partita.core.rounds import RoundResult, rounds
 from partita.data import Federation, Table, Task
@@ -178,7 +178,7 @@ def measure(work: str, sizes: dict[str, int], side: Side, chosen: Any, device: t
         training,
         rounds=chosen.warmup + chosen.repeats,
         key=Key(0),
-        cohort=side.cohort,
+        federation=FederationSettings(side.cohort),
         drift=False,
     )
     recorder = CountingRecorder(device)

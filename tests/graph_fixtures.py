@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from partita import Key, Run, SimulationEngine, Training, data, methods, models, rounds
+from partita import FederationSettings, Key, Run, SimulationEngine, Training, data, methods, models, rounds
 from partita.core.model import Model
 from partita.core.optim import Optimizer
 from partita.core.tensors import Tensors
@@ -42,7 +42,7 @@ def small_vit_run(
     federation = data.split(task, "dirichlet", clients=5, alpha=0.5, key=key)
     model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
     settings = Training(1e-2, optimizer, batch_size=4, **training)  # type: ignore[arg-type]
-    return Run(methods.build(method), settings, rounds=count, key=key, cohort=4), model, federation
+    return Run(methods.build(method), settings, count, key, FederationSettings(4)), model, federation
 
 
 def train_with_graphs(

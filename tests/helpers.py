@@ -21,7 +21,7 @@ from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, RoundResult, rounds
 from partita.core.server_rule import Server, ServerRule
-from partita.core.settings import Run, Training
+from partita.core.settings import FederationSettings, Run, Training
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import Aggregate, Update
 from partita.engines.simulation import SimulationEngine
@@ -92,10 +92,15 @@ def toy_model() -> ToyTransformer:
 def toy_run(
     method: Method, count: int = 3, optimizer: Optimizer | None = None, lr: float = 0.05, seed: int = 7, **more: object
 ) -> Run:
-    """A run; options of Training go to its training settings, all others to Run."""
+    """A run; options of Training and of FederationSettings go to these, all others to Run."""
     own = {key: more.pop(key) for key in list(more) if key in Training.__dataclass_fields__}
+    federation = {key: more.pop(key) for key in list(more) if key in FederationSettings.__dataclass_fields__}
     training = Training(lr=lr, optimizer=optimizer or SGD(), **{"batch_size": 4, **own})  # type: ignore[arg-type]
-    return Run(method, training, rounds=count, key=Key(seed), **more)  # type: ignore[arg-type]
+    return Run(method, training, count, Key(seed), FederationSettings(**federation), **more)  # type: ignore[arg-type]
+
+
+def with_federation(run: Run, **changes: object) -> Run:
+    return replace(run, federation=replace(run.federation, **changes))  # type: ignore[arg-type]
 
 
 def play(

@@ -26,7 +26,7 @@ from partita.core.optim import SGD
 from partita.core.personal_copy import copy_name
 from partita.core.rng import Key
 from partita.core.rounds import RoundResult, rounds
-from partita.core.settings import Run, Training
+from partita.core.settings import FederationSettings, Run, Training
 from partita.core.tensors import Tensors
 from partita.engines.simulation import SimulationEngine
 
@@ -116,7 +116,9 @@ def quadratic_rounds(
     cohort: float = 1.0,
     **engine: Any,
 ) -> Iterator[RoundResult]:
-    run = Run(method, Training(LR, SGD(), batch_size=9, steps=steps), count, Key(0), cohort=cohort, drift=False)
+    run = Run(
+        method, Training(LR, SGD(), batch_size=9, steps=steps), count, Key(0), FederationSettings(cohort), drift=False
+    )
     model: Model = method.extend(Quadratic(), Key(0)) if method.extend else Quadratic()
     return rounds(run, model, SimulationEngine(run, model, bowls, block=block, **engine))
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from partita.core.rng import Key
     from partita.core.rounds import ClientFailure, Engine, RoundResult, rounds
     from partita.core.server_rule import Server, ServerRule, average
-    from partita.core.settings import Run, Training
+    from partita.core.settings import FederationSettings, Run, Training
     from partita.core.tensors import Mean, Names, Slots, Tensors
     from partita.core.update import Aggregate, Update
     from partita.core.update_transform import UpdateTransform
@@ -52,6 +52,7 @@ __all__ = [
     "Context",
     "Engine",
     "Examples",
+    "FederationSettings",
     "Job",
     "Key",
     "LayerSelection",
@@ -112,7 +113,7 @@ _MODULES = {
     "core.rounds": ["ClientFailure", "Engine", "RoundResult", "rounds"],
     "core.client": ["ClientError", "ClientState", "Job"],
     "core.tensors": ["Mean", "Names", "Slots", "Tensors"],
-    "core.settings": ["Run", "Training"],
+    "core.settings": ["FederationSettings", "Run", "Training"],
     "engines.simulation": ["SimulationEngine"],
     "engines.availability": ["Availability"],
     "evaluation": ["score"],

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
-from helpers import toy_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,10 +24,9 @@ from partita.core.options import (
 )
 from partita.core.plan import Phase, PlanError
 from partita.core.registry import find_function
-from partita.core.settings import RunError, Training
+from partita.core.settings import Training
 from partita.core.update_transform import UpdateTransform
 from partita.methods import INDEX, build
-from partita.methods.fedavg import fedavg
 
 
 def target_function(
@@ -226,8 +224,6 @@ def test_inconsistent_core_settings_are_refused() -> None:
         SGD(nesterov=True)
     with pytest.raises(PlanError, match="a phase of 0 epochs"):
         Phase(frozenset({"a"}), epochs=0)
-    with pytest.raises(RunError, match=r"federation\.cohort is -0\.5"):
-        toy_run(fedavg(), 1, cohort=-0.5).cohort_size(4)
     with pytest.raises(MethodError, match="a slot cannot be called 'delta'"):
         Method("m", client_rules=(RuleWithDeltaSlot(),))
     with pytest.raises(MethodError, match="a slot cannot be called 'two words'"):

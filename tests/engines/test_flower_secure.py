@@ -16,7 +16,7 @@ import torch
 from flower_fixtures import FakeGrid, Reply, flower_engine, make_grid, through_bytes
 from flower_fixtures import task_identity as task_identity
 from flwr.app import ConfigRecord, Context, Message, RecordDict
-from helpers import SMALL_TASK, SMALL_VIT, Clients, server_in, toy_model, toy_run
+from helpers import SMALL_TASK, SMALL_VIT, Clients, server_in, toy_model, toy_run, with_federation
 from secure_fixtures import write_ssh_keys
 
 from partita.core import tensors
@@ -335,7 +335,7 @@ def test_difference_of_two_sums_would_reveal_an_update_so_the_second_is_refused(
     c3 = grid.nodes.pop(10)
     again = {"session": "2", "wait_for": 3}
     with pytest.raises(RunError, match="has confirmed round 0 for other clients before"):
-        _strict(replace(run, skip_failed_clients=False), grid, **again)
+        _strict(with_federation(run, skip_failed_clients=False), grid, **again)
     for client in FOUR.clients:  # the attack works where sites do not remember
         (tmp_path / client / UNMASKED).unlink()
     [second] = play(run, grid, session="3", wait_for=3)
@@ -579,7 +579,7 @@ def test_site_that_shares_garbage_is_lost_and_named_and_the_others_are_summed(
         change_site(grid, "c1", at(stage, change))
         if strict:
             with pytest.raises(ClientError, match=f"'c1': .*{why}"):
-                play(replace(run, skip_failed_clients=False), grid)
+                play(with_federation(run, skip_failed_clients=False), grid)
             continue
         [result] = play(run, grid)
         assert result.skipped is None

@@ -9,7 +9,7 @@ from itertools import islice
 
 import pytest
 import torch
-from helpers import Clients, ScriptedEngine, ServerMomentum, toy_model, toy_run
+from helpers import Clients, ScriptedEngine, ServerMomentum, toy_model, toy_run, with_federation
 
 from partita.core import serialization, tensors
 from partita.core.client import ClientError, Job
@@ -114,7 +114,7 @@ def test_dropouts_above_the_threshold_end_the_run_and_name_it() -> None:
     with pytest.raises(RunError, match=r"cannot be unmasked: 2 of 5 clients sent their vector.*the threshold is 3"):
         play_secure(run, availability=trace)
     with pytest.raises(RunError, match="the threshold is 3"):  # as in clear: missing clients are an error
-        play_secure(replace(run, skip_failed_clients=True), availability=trace)
+        play_secure(with_federation(run, skip_failed_clients=True), availability=trace)
     everyone = Availability(client_dropout=1.0)
     with pytest.raises(RunError, match="no client sent a vector"):
         play_secure(run, availability=everyone)
@@ -131,7 +131,7 @@ def test_a_wrong_share_costs_no_round_and_names_its_sender(monkeypatch: pytest.M
     monkeypatch.setattr(SecureServer, "add_unmasked", lie)
     with pytest.raises(ClientError, match="c0 sent a wrong share of the secret of c4"):
         play_secure(run)
-    [result] = play_secure(replace(run, skip_failed_clients=True))
+    [result] = play_secure(with_federation(run, skip_failed_clients=True))
     assert result.skipped is None
     assert tensors.equal(result.server.params, expected.server.params)
 
@@ -141,7 +141,7 @@ def test_value_out_of_range_is_the_clients_error() -> None:
     with pytest.raises(ClientError, match=r"c\d.*secure_aggregation\.max_value"):
         play_secure(tight)
     with pytest.raises(RunError, match=r"cannot be unmasked.*secure_aggregation\.max_value"):
-        play_secure(replace(tight, skip_failed_clients=True))
+        play_secure(with_federation(tight, skip_failed_clients=True))
 
 
 @pytest.mark.slow

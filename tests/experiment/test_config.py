@@ -15,11 +15,12 @@ import torch
 from partita.core.optim import SGD, AdamW, Schedule
 from partita.core.options import OptionError
 from partita.core.rng import Key
-from partita.core.settings import Run, Training
+from partita.core.settings import FederationSettings, Run, Training
 from partita.experiment.config import apply_override, load, parse
 from partita.methods import COMPOSITIONS, INDEX, build
 from partita.models.vit import vit
 
+RUNNING: dict[str, Any] = {"training": Training, "federation": FederationSettings}  # the tables that are what runs
 SHIPPED = sorted([*Path("examples").glob("*.toml"), *Path("studies").rglob("*.toml")])
 EXAMPLES = [path for path in SHIPPED if "arms" not in tomllib.loads(path.read_text())]  # the others list runs
 
@@ -93,12 +94,14 @@ def test_weight_decay_left_out_is_that_of_the_optimizer(table: dict[str, Any], o
         assert optimizer.weight_decay == default  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("key", Training.__dataclass_fields__)
-def test_python_and_config_refuse_a_value_in_the_same_words(key: str) -> None:
-    with pytest.raises(OptionError, match=rf"training\.{key} is -1; it must be ") as in_python:
-        Training(**{key: -1})
+@pytest.mark.parametrize(
+    ("name", "key"), [(name, key) for name, table in RUNNING.items() for key in table.__dataclass_fields__]
+)
+def test_python_and_config_refuse_a_value_in_the_same_words(name: str, key: str) -> None:
+    with pytest.raises(OptionError, match=rf"{name}\.{key} is -1; it must be ") as in_python:
+        RUNNING[name](**{key: -1})
     with pytest.raises(OptionError, match=re.escape(str(in_python.value))):
-        parse({"method": {"name": "fedavg"}, "training": {key: -1}})
+        parse({"method": {"name": "fedavg"}, name: {key: -1}})
 
 
 @pytest.mark.parametrize(
@@ -114,18 +117,9 @@ def test_objects_in_place_of_names_are_for_python_only(key: str, value: Any) -> 
 
 def test_python_and_config_have_the_same_defaults() -> None:
     config = parse({"method": {"name": "fedavg"}, "split": {"name": "iid", "clients": 3}})
-    assert config.training == Training()
+    assert (config.training, config.federation) == (Training(), FederationSettings())
     run = Run(build("fedavg"), config.training, rounds=1, key=Key(0))
-    for name in (
-        "cohort",
-        "min_updates",
-        "skip_failed_clients",
-        "clients_have_initial_model",
-        "max_norm",
-        "max_examples",
-    ):
-        assert getattr(config.federation, name) == getattr(run, name)
-    assert config.evaluate.drift == run.drift
+    assert (config.federation, config.evaluate.drift) == (run.federation, run.drift)
     options = inspect.signature(vit).parameters.items()
     assert config.model == {"name": "vit"} | {key: each.default for key, each in options if key not in ("task", "key")}
 

@@ -234,7 +234,7 @@ def test_collusion_of_all_is_refused() -> None:
 
 @pytest.mark.parametrize("settings", [SETTINGS, COARSE], ids=["fine grid", "coarse grid"])
 def test_each_client_is_charged_for_the_rounds_in_which_it_was_asked(settings: SecureAggregation) -> None:
-    run = replace(toy_run(fedavg(), 4), cohort=4, secure_aggregation=settings)
+    run = toy_run(fedavg(), 4, cohort=4, secure_aggregation=settings)
     sizes = {f"c{number}": 8 for number in range(6)}
     guard = make_private(run, toy_model(), sizes, PrivacyConfig("client", noise=3.0))
     assert (guard.account.by, guard.run.hidden_cohorts, guard.run.drift) == ("rdp", False, False)
@@ -256,7 +256,7 @@ def test_each_client_is_charged_for_the_rounds_in_which_it_was_asked(settings: S
 
 
 def test_noise_for_a_budget_is_found() -> None:
-    run = replace(toy_run(fedavg(), 4), cohort=4, secure_aggregation=SETTINGS)
+    run = toy_run(fedavg(), 4, cohort=4, secure_aggregation=SETTINGS)
     sizes = {f"c{number}": 8 for number in range(6)}
     guard = make_private(run, toy_model(), sizes, PrivacyConfig("client", epsilon=5.0))
     assert guard.planned is not None
@@ -271,7 +271,7 @@ def test_noise_for_a_budget_is_found() -> None:
 
 
 def test_without_noise_epsilon_is_infinite() -> None:
-    run = replace(toy_run(fedavg(), 2), cohort=4, secure_aggregation=SETTINGS)
+    run = toy_run(fedavg(), 2, cohort=4, secure_aggregation=SETTINGS)
     guard = make_private(run, toy_model(), {f"c{n}": 8 for n in range(6)}, PrivacyConfig("client", noise=0.0))
     assert guard.planned == math.inf
     assert guard.run.client_noise is None

@@ -145,7 +145,8 @@ def initial_server(run: Run, model: Model) -> Server:
         dict(model.initial),
         run.method.server_rule.init(model),
         ParameterVersions(
-            dict.fromkeys(sorted(model.initial), 0), clients_have_initial_model=run.clients_have_initial_model
+            dict.fromkeys(sorted(model.initial), 0),
+            clients_have_initial_model=run.federation.clients_have_initial_model,
         ),
     )
 
@@ -258,10 +259,8 @@ class _RoundRunner:
         key = (self.run.secret or self.run.key) / "round" / self.number
         self.cohort = cohort = self.run.draw_cohort(self.number, clients, self.known_losses)
         self.population = len(clients)
-        if self.run.min_updates > len(cohort):
-            raise RunError(
-                f"federation.min_updates is {self.run.min_updates}, but only {len(cohort)} clients are asked per round"
-            )
+        if (needed := self.run.federation.min_updates) > len(cohort):
+            raise RunError(f"federation.min_updates is {needed}, but only {len(cohort)} clients are asked per round")
         for listener in self.listeners:
             listener.begins(self.number, len(clients), len(cohort))
         replies = self._heard(engine.train(self._ask(client) for client in cohort))
@@ -282,7 +281,7 @@ class _RoundRunner:
         server = method.server_rule.apply(self.server, aggregate)
         if bad_name := first_non_finite(self.server, server):
             reason = f"round {self.number} would have made the server's '{bad_name}' not finite"
-            if not self.run.skip_failed_clients:
+            if not self.run.federation.skip_failed_clients:
                 raise RunError(f"{reason}; lower training.lr, or method.lr where there is one")
             return self._result(self.server, reason)
         return self._result(server)
@@ -294,7 +293,7 @@ class _RoundRunner:
         not be able to end the run.
         """
         count, refused = len(self.received), sum(lost.refused for lost in self.lost)
-        needed, failure = self.run.min_updates, self.secure.failure if self.secure else None
+        needed, failure = self.run.federation.min_updates, self.secure.failure if self.secure else None
         if count >= needed and not failure:
             return None
         reasons = "; ".join(f"{lost.client}: {lost.reason}" for lost in self.lost[:3])
@@ -305,7 +304,7 @@ class _RoundRunner:
         else:
             short += f" and federation.min_updates is {needed} ({reasons})"
             remedy = "; lower it, or ask more clients per round"
-        if not self.run.skip_failed_clients or count + refused < needed:
+        if not self.run.federation.skip_failed_clients or count + refused < needed:
             raise RunError(f"{short}{remedy}")
         return short
 
@@ -393,7 +392,7 @@ class _RoundRunner:
                 self.traffic.add_update(update)
                 checked = self.validator.check(update, plan)
             except InvalidUpdate as refusal:
-                if not self.run.skip_failed_clients:
+                if not self.run.federation.skip_failed_clients:
                     raise ClientError(reply.client, str(refusal)) from refusal
                 self._record_failure(ClientFailure(reply.client, str(refusal), refused=True))
                 continue
@@ -426,7 +425,7 @@ class _RoundRunner:
         # Guess the sender from the order of replies, for the error message only: a wrong guess must not make another
         # client lose its turn.
         client = reply.client if named else next(iter(self.plans), UNKNOWN_CLIENT)  # type: ignore[attr-defined]
-        if not self.run.skip_failed_clients:
+        if not self.run.federation.skip_failed_clients:
             raise ClientError(client, fault)
         self.refused.append(ClientFailure(client[:MAX_REASON] if named else UNKNOWN_CLIENT, fault, refused=True))
 

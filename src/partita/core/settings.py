@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,6 +31,7 @@ from partita.core.secure_settings import SecureAggregation
 Augmentation = Literal[
     "flip", "crop", "rotate", "shear", "cutout", "contrast", "brightness", "sharpness", "randaugment"
 ]
+AttackKind = Literal["sign-flip", "scale", "noise", "examples", "label-flip"]
 # The keys of [training] that say what an object says itself.
 KEYS_OF = {
     "optimizer": ("weight_decay", "momentum", "nesterov"),
@@ -183,6 +183,42 @@ class Training:
 
 
 @dataclass(frozen=True)
+class FederationSettings:
+    """The `[federation]` table: who takes part in a round, and which updates the server takes.
+
+    A `Run` does not simulate. `partita.build` makes the simulated dropouts, stragglers and attackers of these settings;
+    without it, give the engine an `Availability`, and the method its attackers with `add_attack`.
+
+    Raises:
+        OptionError: If a value is not one that the config takes.
+    """
+
+    cohort: Annotated[
+        Count | PositiveShare, "clients per round: a number of clients, or a fraction with a decimal point"
+    ] = 1.0
+    client_dropout: Annotated[Share, "probability that a client drops out of a round"] = 0.0
+    straggler_rate: Annotated[Share, "probability that a client completes only part of its local steps"] = 0.0
+    availability_trace: Annotated[
+        str | None, "CSV file with columns round, client, work; overrides the two rates where it has a row"
+    ] = None
+    attackers: Annotated[
+        Whole | Share, "simulated attackers: a number of clients, or a fraction with a decimal point"
+    ] = 0
+    attack: Annotated[AttackKind, "what the simulated attackers do"] = "sign-flip"
+    attack_strength: Annotated[Positive, "factor of the attack; `label-flip` ignores it"] = 5.0
+    min_updates: Annotated[Whole, "minimum number of updates per round; the run stops if there are fewer"] = 1
+    skip_failed_clients: Annotated[bool, "record a client's failure and continue, instead of stopping the run"] = False
+    max_norm: Annotated[Positive | None, "updates with a larger norm are scaled down to this norm"] = None
+    max_examples: Annotated[Count, "largest number of training examples that a client of unknown size may report"] = (
+        10_000_000
+    )
+    clients_have_initial_model: Annotated[bool, "clients already hold the initial model before the first round"] = False
+
+    def __post_init__(self) -> None:
+        validate_fields(self, "federation")
+
+
+@dataclass(frozen=True)
 class Run:
     """All settings of a run.
 
@@ -191,15 +227,8 @@ class Run:
         training: Local training.
         rounds: The number of rounds.
         key: The random key of the run.
-        cohort: Clients per round: an int is a number of clients; a float up to 1.0 is a fraction of the population.
-        min_updates: The minimum number of updates per round. Fewer are an error, or with `skip_failed_clients` a
-            skipped round if rejected updates are the reason.
-        skip_failed_clients: Whether a client's failure (a non-finite loss or an unusable update) is recorded instead of
-            ending the run.
-        clients_have_initial_model: Whether clients hold the initial model before the first round.
+        federation: Who takes part in a round, and which updates the server takes.
         drift: Whether to measure drift in each round.
-        max_norm: The maximum norm of an update; longer updates are scaled down to it. None for no limit.
-        max_examples: The maximum number of examples that a client may claim if its number is not registered.
         examples: The registered number of examples by client, 0 for an unknown number; None if there is no register.
         secret: The key for private draws of clients and of the server's noise, which must not be known to others; None
             to use `key`.
@@ -218,13 +247,8 @@ class Run:
     training: Training
     rounds: int
     key: Key
-    cohort: int | float = 1.0
-    min_updates: int = 1
-    skip_failed_clients: bool = False
-    clients_have_initial_model: bool = False
+    federation: FederationSettings = field(default_factory=FederationSettings)
     drift: bool = True
-    max_norm: float | None = None
-    max_examples: int = 10_000_000
     examples: Mapping[str, int] | None = None
     secret: Key | None = None
     hidden_cohorts: bool = False
@@ -235,10 +259,6 @@ class Run:
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise RunError(f"rounds is {self.rounds}; it must be at least 1")
-        if self.max_norm is not None and not 0 < self.max_norm < math.inf:
-            raise RunError(f"federation.max_norm is {self.max_norm}; it must be a number above 0, or left out")
-        if self.max_examples < 1:
-            raise RunError(f"federation.max_examples is {self.max_examples}; it must be at least 1")
         if self.client_noise is not None and self.secure_aggregation is None:
             raise RunError(
                 "noise at the clients is only enough in a sum, and secure aggregation is off; set the table "
@@ -264,8 +284,7 @@ class Run:
             by_example = self.method.privacy and ("group" if self.method.privacy.groups else "example")
             return "client" if self.hides_clients else by_example
         table, _, name = key.partition(".")
-        tables = {"training": self.training, "sampling": self.sampling, "method": self.method, "federation": self}
-        return getattr(tables[table], name)
+        return getattr(getattr(self, table), name)
 
     @property
     def hides_clients(self) -> bool:
@@ -309,7 +328,7 @@ class Run:
             OptionError: If it cannot.
         """
         size = self.cohort_size(len(clients))
-        self.sampling.check(self.rounds, clients, size, self.min_updates, ClientInfo(self.examples or {}))
+        self.sampling.check(self.rounds, clients, size, self.federation.min_updates, ClientInfo(self.examples or {}))
 
     def cohort_size(self, population: int) -> int:
         """Return the number of clients per round, for a population of this size.
@@ -317,11 +336,11 @@ class Run:
         Raises:
             RunError: If the cohort is larger than the population.
         """
-        is_fraction = isinstance(self.cohort, float)
-        size = max(1, round(self.cohort * population)) if is_fraction else int(self.cohort)
-        if not 1 <= size <= population or (is_fraction and not 0 < self.cohort <= 1):
+        cohort = self.federation.cohort
+        size = max(1, round(cohort * population)) if isinstance(cohort, float) else cohort
+        if size > population:
             raise RunError(
-                f"federation.cohort is {self.cohort}, but there are {population} clients; "
+                f"federation.cohort is {cohort}, but there are {population} clients; "
                 "give a number from 1 to that, or a fraction such as 0.2"
             )
         return size

@@ -74,19 +74,19 @@ class UpdateLimits:
 
     def examples(self, client: str) -> int:
         """Return the maximum number of training examples that the client can have."""
-        registered = self.run.examples
+        registered, most = self.run.examples, self.run.federation.max_examples
         if registered is None:
-            return self.run.max_examples
+            return most
         if size := registered.get(client, 0):
             return size
         if not self._trusts:
             self._trusts = True
             warnings.warn(
                 f"the number of examples of client '{client}' is not known here, so weights are trusted up to "
-                f"federation.max_examples = {self.run.max_examples}; set that to the most that a client can have",
+                f"federation.max_examples = {most}; set that to the most that a client can have",
                 stacklevel=2,
             )
-        return self.run.max_examples
+        return most
 
     def _steps(self, plan: Plan, examples: int) -> Mapping[str, int]:
         """By name, the maximum number of steps for this number of examples."""
@@ -289,9 +289,10 @@ class UpdateValidator:
         update = update if update.facts is facts else replace(update, facts=facts)
         if self.limits.hides:
             return CheckedUpdate(update, None, False)
-        if self.run.max_norm is None or norm <= self.run.max_norm:
+        most = self.run.federation.max_norm
+        if most is None or norm <= most:
             return CheckedUpdate(update, norm, False)
-        factor = self.run.max_norm / norm
+        factor = most / norm
         slots: Slots = {slot: tensors.scale(part, factor) for slot, part in update.slots.items()}
         return CheckedUpdate(replace(update, delta=tensors.scale(update.delta, factor), slots=slots), norm, True)
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
 from partita.core.method import Method
 from partita.core.rng import Key
+from partita.core.settings import AttackKind
 from partita.core.tensors import Names, Slots, scale, upcast
 from partita.core.update import Update
 from partita.core.update_transform import UpdateTransform
-
-AttackKind = Literal["sign-flip", "scale", "noise", "examples", "label-flip"]
 
 
 @dataclass(frozen=True)

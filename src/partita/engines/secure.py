@@ -128,7 +128,7 @@ class _Protocol:
         return secure_setup.finish(self.run, self.setup, self.server, like, self.seconds, failure)
 
     def _lost(self, client: str, reason: str) -> ClientFailure:
-        if not self.run.skip_failed_clients:
+        if not self.run.federation.skip_failed_clients:
             raise ClientError(client, reason)
         return ClientFailure(client, reason)
 

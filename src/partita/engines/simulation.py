@@ -205,7 +205,7 @@ class SimulationEngine:
         return self._back_through_wire(update) if self.wire else update
 
     def _failure(self, error: ClientError) -> ClientFailure:
-        if not self.run.skip_failed_clients:
+        if not self.run.federation.skip_failed_clients:
             raise error
         return ClientFailure(error.client, error.reason)
 

@@ -24,7 +24,7 @@ from partita.core.options import (
 from partita.core.own_code import Reference
 from partita.core.registry import built_in, check_options, find_function, named, options_by_name
 from partita.core.secure_settings import SecureAggregation
-from partita.core.settings import Training
+from partita.core.settings import FederationSettings, Training
 from partita.data.dataset_files import check_place
 from partita.data.other_data import DOCUMENTS
 from partita.experiment import fits
@@ -44,7 +44,6 @@ from partita.experiment.config_tables import (
     Config,
     EngineConfig,
     EvaluateConfig,
-    FederationConfig,
     StopConfig,
     Table,
     TrackConfig,
@@ -80,7 +79,7 @@ def shared_digest(config: Config) -> str:
 
 _TABLES = {
     "training": Training,
-    "federation": FederationConfig,
+    "federation": FederationSettings,
     "engine": EngineConfig,
     "evaluate": EvaluateConfig,
     "checkpoint": CheckpointConfig,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import tomli_w
@@ -15,10 +15,8 @@ from partita.core.options import (
     NotNegative,
     OptionError,
     Positive,
-    PositiveShare,
     Range,
     Seed,
-    Share,
     Text,
     Whole,
     validate_fields,
@@ -27,42 +25,13 @@ from partita.core.own_code import Reference
 from partita.core.rng import Key
 from partita.core.sampling import Uniform
 from partita.core.secure_settings import SecureAggregation
-from partita.core.settings import Run, Training
-from partita.engines.attackers import AttackKind
+from partita.core.settings import FederationSettings, Run, Training
 from partita.experiment.config_code import portable, references_in
 from partita.privacy.guard import PrivacyConfig
 
 Table = Mapping[str, Any]
 CODE = "code"  # the table of a recorded config with the digests of the user's own code
 Processes = Annotated[int, Range(low=1, high=1024)]
-
-
-@dataclass(frozen=True)
-class FederationConfig:
-    """The `[federation]` table."""
-
-    cohort: Annotated[
-        Count | PositiveShare, "clients per round: a number of clients, or a fraction with a decimal point"
-    ] = Run.cohort
-    client_dropout: Annotated[Share, "probability that a client drops out of a round"] = 0.0
-    straggler_rate: Annotated[Share, "probability that a client completes only part of its local steps"] = 0.0
-    availability_trace: Annotated[
-        str | None, "CSV file with columns round, client, work; overrides the two rates where it has a row"
-    ] = None
-    attackers: Annotated[
-        Whole | Share, "simulated attackers: a number of clients, or a fraction with a decimal point"
-    ] = 0
-    attack: Annotated[AttackKind, "what the simulated attackers do"] = "sign-flip"
-    attack_strength: Annotated[Positive, "factor of the attack; `label-flip` ignores it"] = 5.0
-    min_updates: Annotated[Whole, "minimum number of updates per round; the run stops if there are fewer"] = (
-        Run.min_updates
-    )
-    skip_failed_clients: Annotated[bool, "record a client's failure and continue, instead of stopping the run"] = False
-    max_norm: Annotated[Positive | None, "updates with a larger norm are scaled down to this norm"] = None
-    max_examples: Annotated[Count, "largest number of training examples that a client of unknown size may report"] = (
-        Run.max_examples
-    )
-    clients_have_initial_model: Annotated[bool, "clients already hold the initial model before the first round"] = False
 
 
 @dataclass(frozen=True)
@@ -216,7 +185,7 @@ class Config:
         Text, "name of the run in tables; by default, the method with the options that are not defaults"
     ] = ""
     training: Training = field(default_factory=Training)
-    federation: FederationConfig = field(default_factory=FederationConfig)
+    federation: FederationSettings = field(default_factory=FederationSettings)
     engine: EngineConfig = field(default_factory=EngineConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -269,18 +238,12 @@ class Config:
         Raises:
             RunError: If settings do not go together.
         """
-        federate = self.federation
         return Run(
             method,
             self.training.with_classes(classes),
             self.rounds,
             key,
-            cohort=1.0 if method.pool else federate.cohort,
-            min_updates=federate.min_updates,
-            skip_failed_clients=federate.skip_failed_clients,
-            clients_have_initial_model=federate.clients_have_initial_model,
-            max_norm=federate.max_norm,
-            max_examples=federate.max_examples,
+            replace(self.federation, cohort=1.0) if method.pool else self.federation,
             examples=examples,
             drift=self.evaluate.drift,
             secret=secret,

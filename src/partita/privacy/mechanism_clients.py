@@ -90,7 +90,8 @@ def _record_aggregates(
     method = replace(
         run.method, transforms=(transform, *run.method.transforms[1:]), server_rule=replace(rule, inner=recorder)
     )
-    longer_run = replace(run, method=method, min_updates=0, rounds=max(count, run.rounds), drift=False)
+    federation = replace(run.federation, min_updates=0)
+    longer_run = replace(run, method=method, federation=federation, rounds=max(count, run.rounds), drift=False)
     for number, _ in enumerate(rounds(longer_run, model, engine, server), start=1):
         if number == count:
             break

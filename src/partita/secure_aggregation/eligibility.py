@@ -126,5 +126,5 @@ def fixed_point_of(run: Run, clients: int) -> FixedPoint:
     """
     settings = run.secure_aggregation
     assert settings is not None
-    max_weight = 1.0 if counts_alike(run) else float(run.max_examples)
+    max_weight = 1.0 if counts_alike(run) else float(run.federation.max_examples)
     return FixedPoint(settings.bits, clients, max_weight, settings.max_value)

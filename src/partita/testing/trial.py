@@ -20,7 +20,7 @@ from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.rng import Key
 from partita.core.rounds import Listener, RoundResult, initial_server, rounds
 from partita.core.server_rule import Server
-from partita.core.settings import Run, Training
+from partita.core.settings import FederationSettings, Run, Training
 from partita.core.tensors import Tensors
 from partita.engines.availability import Availability
 from partita.engines.simulation import SimulationEngine
@@ -93,8 +93,9 @@ class Trial:
         self.method, self.tolerance = method, tolerance
         self.model = method.extend(model, Key(5)) if method.extend else model
         self.population = PooledPopulation(population) if method.pool else population
+        asked = FederationSettings(cohort=1 if method.pool else 0.5)
         # One run with drift is enough: the baseline. It takes a tenth of the time and changes no result.
-        self.run = Run(method, training, rounds=ROUNDS, key=Key(7), cohort=1 if method.pool else 0.5, drift=False)
+        self.run = Run(method, training, rounds=ROUNDS, key=Key(7), federation=asked, drift=False)
         self.make = _maker(self.run, self.model, self.population)
 
     @cached_property

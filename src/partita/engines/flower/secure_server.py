@@ -116,7 +116,7 @@ class SecureExchange:
         for said in self.server.disputes.values():
             _log.warning("%s; one of the two is wrong", said)
         for client, reason in self.server.expelled.items():
-            if not self.engine.run.skip_failed_clients:
+            if not self.engine.run.federation.skip_failed_clients:
                 raise ClientError(client, reason)
             del messages[client]
             yield ClientFailure(client, reason, refused=True)

@@ -73,7 +73,7 @@ class FlowerEngine:
         wait_for: Number of clients to wait for before the first round.
         device: The server's device. Default: the CPU.
         poll: Seconds between two polls.
-        patience: Seconds left for the other clients once half of the cohort, and at least `run.min_updates` clients,
+        patience: Seconds left for the other clients once half of the cohort, and at least `federation.min_updates`,
             have answered.
         config: Digest of the config that server and sites share.
         base: Digest of the frozen weights, which every site must hold too.
@@ -107,7 +107,8 @@ class FlowerEngine:
         self.registry = NodeRegistry(self.mailbox, population)
         self.nodes: dict[str, int] = {}  # client -> node
         self.connected: Sequence[str] = ()  # clients that were found the last time; another thread may read it
-        self.enough = max(1, run.min_updates, run.cohort if isinstance(run.cohort, int) else 1)
+        cohort = run.federation.cohort
+        self.enough = max(1, run.federation.min_updates, cohort if isinstance(cohort, int) else 1)
         self.required = max(self.enough, wait_for)  # clients needed before the first round; later `enough`
 
     def clients(self) -> Sequence[str]:
@@ -178,7 +179,7 @@ class FlowerEngine:
             ClientError: If the run does not skip failed clients.
         """
         client, reason = expected.job_id.client, printable_line(f"its answer cannot be used: {error}")
-        if not self.run.skip_failed_clients:
+        if not self.run.federation.skip_failed_clients:
             raise ClientError(client, reason) from error
         return ClientFailure(client, reason, refused=True)
 
@@ -200,7 +201,7 @@ class FlowerEngine:
         refusal = messages.decode_error(reply.content)
         if refusal is None:
             return reply.content
-        if refusal.fault and not self.run.skip_failed_clients:
+        if refusal.fault and not self.run.federation.skip_failed_clients:
             raise ClientError(client, refusal.reason)
         return ClientFailure(client, refusal.reason, refusal.empty)
 
@@ -226,7 +227,7 @@ class FlowerEngine:
             (expected_reply(self.run, self.model, job, self.session), self._send(kind, job, part, attach))
             for job in jobs
         ]
-        enough = max(enough, self.run.min_updates, -(-len(requests) // 2))
+        enough = max(enough, self.run.federation.min_updates, -(-len(requests) // 2))
         replies = self.mailbox.fetch([message for _, message in requests], started, enough)
         for (expected, _), reply in zip(requests, replies, strict=True):
             if isinstance(reply, str):

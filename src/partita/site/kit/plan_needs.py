@@ -70,9 +70,8 @@ def needs_of(run: Run, model: Model, clients: Sequence[str]) -> dict[str, Needs]
         run,
         method=replace(run.method, client_rules=free),
         sampling=Uniform(),
-        cohort=1.0,
+        federation=replace(run.federation, cohort=1.0, min_updates=0),
         drift=False,
-        min_updates=0,
         examples=None,  # each client of a dry run has one
     )
     engine = _Recorder(run, model, clients)
