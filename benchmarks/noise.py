@@ -19,7 +19,7 @@ import torch
 from environment import environment, now
 
 from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, models
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.noise import gaussian_noise
 from partita.core.rounds import initial_server, rounds
 from partita.core.tensors import Tensors
@@ -86,7 +86,7 @@ def measure(size: str, device: torch.device, repeats: int) -> list[dict[str, obj
     model = models.build("vit", task, key, layers=layers, width=width, heads=4, patch=4)
     training = Training(1e-3, AdamW(), steps=STEPS, batch_size=BATCH)
     plain = Run(methods.build("fedavg", {}), training, rounds=2, key=key, drift=False)
-    noisy = replace(plain, method=replace(plain.method, privacy=DPSGDSettings(clip=1.0, noise=1.0)))
+    noisy = replace(plain, method=replace(plain.method, privacy=PrivacySettings(clip=1.0, noise=1.0)))
     model.to(device)
     like = {name: value.to(device) for name, value in model.initial.items()}
 

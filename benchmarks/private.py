@@ -32,7 +32,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from works import chosen_works, work_options
 
 from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.model import Model
 from partita.core.rounds import initial_server, rounds
 from partita.data import Federation, Table, Task
@@ -162,7 +162,7 @@ def sides(work: str, sizes: dict[str, int], chosen: Any, device: torch.device) -
     clients, cuda = sizes["clients"], device.type == "cuda"
 
     def partita(block: int, clipping: str | None, graphs: bool, sampling: str = "shuffle") -> Callable[[], Side]:
-        private = clipping and DPSGDSettings(1.0, 1.0, sampling=sampling, clipping=clipping)  # type: ignore[arg-type]
+        private = clipping and PrivacySettings(clip=1.0, noise=1.0, sampling=sampling, clipping=clipping)  # type: ignore[arg-type]
         return lambda: partita_round(work, sizes, chosen, device, block, private or None, graphs)
 
     found = {f"plain, {clients} together": partita(clients, None, False)}
@@ -225,7 +225,7 @@ def texts(work: str, sizes: dict[str, int]) -> Federation:
 
 def partita_round(
     work: str, sizes: dict[str, int], chosen: Any, device: torch.device,
-    block: int, private: DPSGDSettings | None, graphs: bool,
+    block: int, private: PrivacySettings | None, graphs: bool,
 ) -> Side:  # fmt: skip
     model, method = partita_model(work, sizes, chosen, device)
     training = Training(

@@ -28,7 +28,7 @@ from partita.core import tensors
 from partita.core.client import ClientError, ClientState, Job, begin_round, finish_round
 from partita.core.compose import compose
 from partita.core.data import Batch, ClientData
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.method_error import MethodError
 from partita.core.model import Model, Output
@@ -398,7 +398,7 @@ def test_under_client_level_privacy_the_server_clips_what_the_residual_adds() ->
 def test_under_example_level_privacy_the_residual_is_made_of_noisy_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
     """So it is post-processing: with the same noise, p - C(p) of the noisy delta, and nothing else."""
     monkeypatch.setattr(pruning, "MIN_ELEMENTS", 8)
-    model, private = toy_model(), DPSGDSettings(1.0, 1.0)
+    model, private = toy_model(), PrivacySettings(clip=1.0, noise=1.0)
     runs = [toy_run(replace(method, privacy=private), 1) for method in (fedavg(), fed_back(keep=0.3))]
     engines = [SimulationEngine(run, model, FOUR) for run in runs]
     job, _ = make_job(runs[0], model, initial_server(runs[0], model), 0, "a")

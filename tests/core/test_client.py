@@ -25,7 +25,7 @@ from partita.core.client import (
 )
 from partita.core.client_rule import ClientRule, Context, ForbiddenData, LayerSelection, PrivacyRelease
 from partita.core.data import Batch, Examples
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.method_error import MethodError
 from partita.core.plan import Phase, Plan, RoundInfo
@@ -38,7 +38,7 @@ from partita.core.update_transform import UpdateTransform
 MODEL = Line()
 W, B, BOTH = frozenset({"w"}), frozenset({"b"}), MODEL.all_names()
 JOB = Job(2, "c", {"w": torch.tensor([5.0, 6.0])}, W, {"sent": {"w": torch.ones(2)}}, {"warm": 1.0})
-PRIVATE = DPSGDSettings(1.0, 1.0)
+PRIVATE = PrivacySettings(clip=1.0, noise=1.0)
 
 
 class FiveExamples:
@@ -100,7 +100,7 @@ def test_batches_follow_the_key_of_round_client_and_phase(secret: Key | None) ->
         (replace(PRIVATE, sampling="shuffle"), shuffled_batches),
     ],
 )
-def test_batches_are_sampled_as_the_privacy_settings_say(privacy: DPSGDSettings | None, make: Any) -> None:
+def test_batches_are_sampled_as_the_privacy_settings_say(privacy: PrivacySettings | None, make: Any) -> None:
     run = make_run(privacy=privacy)
     begun = begin(run)
     expected = make(5, run.training, None, begun.key / "batches" / 0)
@@ -192,7 +192,7 @@ def test_rules_narrow_the_plan_in_turn_with_keys_of_their_own() -> None:
     [(None, False, False), (None, True, False), (PRIVATE, False, True), (PRIVATE, True, False)],
 )
 def test_examples_are_hidden_from_rules_that_do_not_declare_their_use(
-    privacy: DPSGDSettings | None, uses_data: bool, hidden: bool
+    privacy: PrivacySettings | None, uses_data: bool, hidden: bool
 ) -> None:
     rule = Selecting(BOTH, uses_data=uses_data)
     begin(make_run(rule, privacy=privacy))
@@ -260,7 +260,7 @@ def test_start_with_a_name_that_was_narrowed_away_is_refused() -> None:
     [(None, False, False), (None, True, False), (PRIVATE, False, True), (PRIVATE, True, False)],
 )
 def test_examples_are_hidden_from_a_start_that_does_not_declare_their_use(
-    privacy: DPSGDSettings | None, uses_data: bool, hidden: bool
+    privacy: PrivacySettings | None, uses_data: bool, hidden: bool
 ) -> None:
     rule = Starting({}, uses_data=uses_data)
     begin(make_run(rule, privacy=privacy))

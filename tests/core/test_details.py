@@ -12,7 +12,7 @@ from helpers import ScriptedEngine, toy_model, toy_run
 from partita.core.client import ClientState, Job
 from partita.core.client_rule import ClientRule
 from partita.core.compose import compose
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.plan import NO_NAMES, Phase, Plan, PlanError, RoundInfo, plan_for
@@ -21,7 +21,7 @@ from partita.core.server_rule import Server, ServerRule, average
 from partita.core.update import Aggregate, Update
 from partita.core.update_transform import UpdateTransform
 from partita.methods.fedavg import fedavg
-from partita.privacy.guard import PrivacyConfig, make_private
+from partita.privacy.guard import make_private
 from partita.storage.atomic_files import write
 from partita.storage.client_store import DiskStore, MemoryStore
 
@@ -122,9 +122,9 @@ def test_unchanged_states_are_not_written_again(tmp_path: Path) -> None:
 
 def test_client_level_cost_ignores_the_number_of_examples() -> None:
     """The privacy unit is a client, so its number of examples does not count."""
-    privacy_config = PrivacyConfig(unit="client", noise=4.0, accountant="rdp")
+    privacy = PrivacySettings(unit="client", noise=4.0, accountant="rdp")
     known, unknown = (
-        make_private(toy_run(fedavg(), 2, cohort=2), MODEL, sizes, privacy_config)
+        make_private(toy_run(fedavg(), 2, cohort=2), MODEL, sizes, privacy)
         for sizes in ({"a": 4, "b": 5, "c": 6}, {"a": 0, "b": 5, "c": 0})
     )
     assert known.planned == unknown.planned is not None
@@ -169,7 +169,7 @@ def test_composition_concatenates_rules_and_takes_whichever_field_is_set() -> No
         return Plan((Phase(HEAD),), up=HEAD, down=model.all_names())
 
     rules, transforms, server = (ForSgd(), ClientRule()), (UpdateTransform(), UpdateTransform()), ForAny()
-    privacy_config = DPSGDSettings(1.0, 2.0)
+    privacy = PrivacySettings(clip=1.0, noise=2.0)
     adapt, extend, shape = (lambda *given: given[0] for _ in range(3))
     first = Method("first", head, client_rules=rules[:1], transforms=transforms[:1], adapt=adapt, shape=shape)
     second = Method(
@@ -178,14 +178,14 @@ def test_composition_concatenates_rules_and_takes_whichever_field_is_set() -> No
         transforms=transforms[1:],
         server_rule=server,
         extend=extend,
-        privacy=privacy_config,
+        privacy=privacy,
     )
     for one, two, order in ((first, second, 1), (second, first, -1)):
         both = compose(one, two)
         assert (both.name, both.plan, both.server_rule) == (f"{one.name}+{two.name}", head, server)
         assert both.client_rules == rules[::order]
         assert both.transforms == transforms[::order]
-        assert (both.adapt, both.extend, both.shape, both.privacy) == (adapt, extend, shape, privacy_config)
+        assert (both.adapt, both.extend, both.shape, both.privacy) == (adapt, extend, shape, privacy)
 
 
 def test_cohort_mean_counts_clients_that_did_not_send_a_name() -> None:

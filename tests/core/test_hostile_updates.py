@@ -29,7 +29,7 @@ from hostile_updates import CASES, HOSTILE_CLIENT, HOSTILE_ROUND, Case, HostileE
 from partita.core import tensors
 from partita.core.client import ClientError, ClientState, Job
 from partita.core.data import Examples
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW, Optimizer
@@ -62,7 +62,7 @@ PRIVATE = {
     "client-level, fedadam": lambda: protect_clients(build("fedadam"), 1.0, 0.1, 3),
     "client-level, quantized": lambda: protect_clients(build("quantize"), 1.0, 0.1, 3),
     "client-level, narrowed": lambda: protect_clients(build("safl", {"select": "static"}), 1.0, 0.1, 3),
-    "example-level": lambda: replace(fedavg(), privacy=DPSGDSettings(1.0, 1.0)),
+    "example-level": lambda: replace(fedavg(), privacy=PrivacySettings(clip=1.0, noise=1.0)),
 }
 COMPOSED = ("fedfrozen+scaffold", "fedper+moon+fedadam", "safl+prune+quantize")
 # Without methods that extend the model, and without the one that pools all clients.

@@ -12,7 +12,7 @@ from helpers import toy_run, with_federation
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method_error import MethodError
 from partita.core.optim import SGD, AdamW, Schedule
 from partita.core.options import OptionError
@@ -172,7 +172,7 @@ def test_limits_on_updates_and_gradients_are_refused_when_privacy_sets_them() ->
         RunError, match=r"federation\.max_norm is 1\.0 and privacy\.unit is 'client': privacy\.clip already bounds"
     ):
         replace(run, method=protect_clients(fedavg(), 1.0, 1.0, 2))
-    by_example = replace(fedavg(), privacy=DPSGDSettings(1.0, 2.0))
+    by_example = replace(fedavg(), privacy=PrivacySettings(clip=1.0, noise=2.0))
     with pytest.raises(
         RunError, match=r"training\.clip is 1\.0 and privacy\.unit is 'example': .*; leave training\.clip out"
     ):

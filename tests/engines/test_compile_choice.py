@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import Clients, small_config, toy_model, toy_run
 
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.optim import Schedule
 from partita.core.settings import RunError
@@ -83,7 +83,7 @@ def test_a_run_is_compiled_from_the_length_at_which_the_gain_outweighs_the_cost(
     ("options", "reason"),
     [
         ({"device": torch.device("cpu")}, "on a CPU"),
-        ({"method": replace(fedavg(), privacy=DPSGDSettings(0.5, 1.0))}, "private steps"),
+        ({"method": replace(fedavg(), privacy=PrivacySettings(clip=0.5, noise=1.0))}, "private steps"),
         ({"method": safl(select="random")}, "each client chooses"),
         ({"method": fedprox(), "schedule": Schedule("cosine")}, "for each learning rate"),
     ],

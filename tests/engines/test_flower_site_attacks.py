@@ -21,7 +21,7 @@ from helpers import SMALL_TASK, SMALL_VIT, files_in, toy_model, toy_run
 
 from partita.core import serialization, tensors
 from partita.core.client import Job
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job
@@ -151,7 +151,7 @@ def test_site_refuses_orders_outside_its_own_plan(kind: str, asked: str, tmp_pat
 
 
 def test_private_site_reports_no_scores_on_validation_examples(tmp_path: Path) -> None:
-    private = replace(fedavg(), privacy=DPSGDSettings(1.0, 1.0))
+    private = replace(fedavg(), privacy=PrivacySettings(clip=1.0, noise=1.0))
     hidden = protect_clients(fedavg(), 1.0, 1.0, 1)
     for number, method in enumerate((fedavg(), private, hidden)):
         run = toy_run(method, 3)
@@ -290,7 +290,7 @@ def test_number_of_sessions_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
 
 def private_run(method: Method | None = None, noise: float = 1.0) -> Run:
     run = toy_run(method or fedavg(), 3, steps=1, secret=Key(11))
-    return replace(run, method=replace(run.method, privacy=DPSGDSettings(1.0, noise)))
+    return replace(run, method=replace(run.method, privacy=PrivacySettings(clip=1.0, noise=noise)))
 
 
 def shift_params(job: Job) -> Job:

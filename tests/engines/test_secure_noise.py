@@ -14,6 +14,7 @@ from helpers import Clients, toy_run
 
 from partita import report
 from partita.core import tensors
+from partita.core.dp_settings import PrivacySettings
 from partita.core.model import layer_tag
 from partita.core.rng import Key
 from partita.core.rounds import RoundResult, rounds
@@ -30,7 +31,7 @@ from partita.methods.fedavg import fedavg
 from partita.methods.safl import safl
 from partita.privacy import mechanism_client_noise
 from partita.privacy.client_level import protect_clients
-from partita.privacy.guard import PrivacyConfig, make_private
+from partita.privacy.guard import make_private
 from partita.secure_aggregation.eligibility import check_eligible
 from partita.testing.toy import ToyTransformer
 
@@ -57,7 +58,7 @@ def play_secure(run: Run, availability: Availability | None = None) -> list[Roun
 
 def private_run(count: int = 1, noise: float = 2.0, clip: float = 0.5) -> Run:
     run = replace(toy_run(fedavg(), count), secure_aggregation=SETTINGS, secret=Key(5))
-    return make_private(run, MODEL, SIZES, PrivacyConfig("client", noise=noise, clip=clip)).run
+    return make_private(run, MODEL, SIZES, PrivacySettings("client", noise=noise, clip=clip)).run
 
 
 def away(*clients: str) -> Availability:

@@ -18,7 +18,7 @@ from flwr.app import Context, Message, RecordDict
 from helpers import SMALL_TASK, SMALL_VIT, files_in, server_in, toy_model, toy_run
 
 from partita.core import tensors
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job, rounds
 from partita.data.digest import examples_digest
@@ -193,7 +193,7 @@ def test_digest_sees_every_kind_of_change() -> None:
 
 def private_site(folder: Path, digest: str) -> Site:
     run = toy_run(fedavg(), 3, steps=1, secret=Key(11))
-    run = replace(run, method=replace(run.method, privacy=DPSGDSettings(1.0, 1.0)))
+    run = replace(run, method=replace(run.method, privacy=PrivacySettings(clip=1.0, noise=1.0)))
     return Site(run, toy_model(), "c1", THREE["c1"], folder, Availability(), CPU, ACCURACY, data_digest=lambda: digest)
 
 

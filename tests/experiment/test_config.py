@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from partita.core.dp_settings import PrivacySettings
 from partita.core.optim import SGD, AdamW, Schedule
 from partita.core.options import OptionError
 from partita.core.rng import Key
@@ -20,7 +21,11 @@ from partita.experiment.config import apply_override, load, parse
 from partita.methods import COMPOSITIONS, INDEX, build
 from partita.models.vit import vit
 
-RUNNING: dict[str, Any] = {"training": Training, "federation": FederationSettings}  # the tables that are what runs
+RUNNING: dict[str, Any] = {  # the tables that are what runs
+    "training": Training,
+    "federation": FederationSettings,
+    "privacy": PrivacySettings,
+}
 SHIPPED = sorted([*Path("examples").glob("*.toml"), *Path("studies").rglob("*.toml")])
 EXAMPLES = [path for path in SHIPPED if "arms" not in tomllib.loads(path.read_text())]  # the others list runs
 
@@ -118,6 +123,8 @@ def test_objects_in_place_of_names_are_for_python_only(key: str, value: Any) -> 
 def test_python_and_config_have_the_same_defaults() -> None:
     config = parse({"method": {"name": "fedavg"}, "split": {"name": "iid", "clients": 3}})
     assert (config.training, config.federation) == (Training(), FederationSettings())
+    private = parse({"method": {"name": "fedavg"}, "privacy": {"noise": 1.0}})
+    assert (config.privacy, private.privacy) == (None, PrivacySettings(noise=1.0))
     run = Run(build("fedavg"), config.training, rounds=1, key=Key(0))
     assert (config.federation, config.evaluate.drift) == (run.federation, run.drift)
     options = inspect.signature(vit).parameters.items()

@@ -14,6 +14,7 @@ import pytest
 from helpers import small_config, toy_run
 
 from partita.core.client import Job
+from partita.core.dp_settings import PrivacySettings
 from partita.core.rounds import ClientFailure
 from partita.core.tensors import Tensors
 from partita.core.update import MaskedUpdate, SecureSum, Update
@@ -22,7 +23,6 @@ from partita.experiment.config import Config
 from partita.experiment.progress_file import ProgressFile, ReplyCounter, record_progress
 from partita.experiment.runner import resume, start
 from partita.methods.fedavg import fedavg
-from partita.privacy.guard import PrivacyConfig
 from partita.record import file_names, forms
 from partita.storage import atomic_files
 
@@ -121,7 +121,7 @@ def test_a_private_run_does_not_tell_of_clients_or_quote_an_error(tmp_path: Path
     list(round_of(progress, 0, "a", "b"))
     told = content(progress)
     assert told.keys() == {"state", "phase", "rounds", "round", "started", "updated", "process"}
-    config = replace(small_config("fedavg", 2), privacy=PrivacyConfig(noise=4.0, accountant="rdp"))
+    config = replace(small_config("fedavg", 2), privacy=PrivacySettings(noise=4.0, accountant="rdp"))
     error = fail_in_the_second_round(config, tmp_path / "run")
     assert (error["state"], error["error"]) == ("failed", "ZeroDivisionError")
 

@@ -13,7 +13,7 @@ from helpers import play, toy_run
 
 from partita.core import tensors
 from partita.core.compose import compose
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.method_error import MethodError
 from partita.core.model import TagError
@@ -24,7 +24,7 @@ from partita.core.serialization import HEADER
 from partita.methods import build
 from partita.methods.client_ranks import rank_by_client
 from partita.methods.fedavg import fedavg
-from partita.privacy.guard import PrivacyConfig, make_private
+from partita.privacy.guard import make_private
 from partita.testing.conformance import check_method
 
 MODELS = ("llama-lm", "gpt2-lm", "bert-text", "vit-image")
@@ -98,8 +98,8 @@ def test_only_the_adapter_and_the_head_travel_and_are_stored(case: str) -> None:
 def test_example_level_privacy_clips_and_trains_the_adapter(case: str) -> None:
     """Ghost clipping, clipping of each example's gradient, and blocks of clients agree."""
     model, found = adapted(case), []
-    settings = (DPSGDSettings(0.1, 0.0, clipping="direct"), 1), (DPSGDSettings(0.1, 0.0), 3)
-    for privacy, block in (*settings, (DPSGDSettings(0.1, 0.0, clipping="ghost"), 1)):
+    settings = (PrivacySettings(clip=0.1, noise=0.0, clipping="direct"), 1), (PrivacySettings(clip=0.1, noise=0.0), 3)
+    for privacy, block in (*settings, (PrivacySettings(clip=0.1, noise=0.0, clipping="ghost"), 1)):
         run = toy_run(Method("private", privacy=privacy), 2, steps=2)
         found.append(play(run, model, clients(case), block=block)[-1].server.params)
     for other in found[1:]:
@@ -110,7 +110,7 @@ def test_example_level_privacy_clips_and_trains_the_adapter(case: str) -> None:
 @pytest.mark.parametrize("case", ["llama-lm", "vit-image"])
 def test_client_level_privacy_covers_the_adapter(case: str) -> None:
     model = adapted(case)
-    config = PrivacyConfig(unit="client", noise=0.5, clip=0.1, delta=1e-3, repeatable=True)
+    config = PrivacySettings(unit="client", noise=0.5, clip=0.1, delta=1e-3, repeatable=True)
     guard = make_private(toy_run(fedavg(), 2, cohort=1.0), model, {"a": 4, "b": 4, "c": 4}, config)
     played = play(guard.run, model, clients(case))
     assert played[-1].server.params.keys() == model.all_names()

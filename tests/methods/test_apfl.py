@@ -12,7 +12,7 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.client import ClientState
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.method_error import MethodError
 from partita.core.model import Model
@@ -140,4 +140,4 @@ def test_invalid_weight_and_example_level_privacy_are_refused() -> None:
     with pytest.raises(MethodError, match=r"method.alpha is 1.5; a mixing weight is from 0 to 1"):
         apfl(1.5)
     with pytest.raises(MethodError, match=r"apfl: APFLClient .*one more release"):
-        replace(apfl(), privacy=DPSGDSettings(1.0, 1.0))
+        replace(apfl(), privacy=PrivacySettings(clip=1.0, noise=1.0))

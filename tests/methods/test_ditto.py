@@ -30,7 +30,7 @@ from quadratics import (
 
 from partita.core import tensors
 from partita.core.compose import compose
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method_error import MethodError
 from partita.core.personal_copy import add_personal_copy, copy_name
 from partita.core.tensors import Tensors
@@ -156,4 +156,4 @@ def test_negative_weight_and_example_level_privacy_are_refused() -> None:
     with pytest.raises(MethodError, match=r"method.lam is -1; the proximal weight cannot be negative"):
         ditto(-1)
     with pytest.raises(MethodError, match=r"ditto: DittoClient .*one more release.*privacy.unit = 'client'"):
-        replace(ditto(), privacy=DPSGDSettings(1.0, 1.0))
+        replace(ditto(), privacy=PrivacySettings(clip=1.0, noise=1.0))

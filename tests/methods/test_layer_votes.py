@@ -13,6 +13,7 @@ from partita.core import tensors
 from partita.core.client import ClientState, begin_round
 from partita.core.client_rule import PrivacyRelease
 from partita.core.compose import compose
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.method_error import MethodError
 from partita.core.model import layer_tag, layer_tags
@@ -39,7 +40,7 @@ from partita.methods.layer_votes import (
 )
 from partita.methods.safl import safl
 from partita.methods.selectors import spread_evenly
-from partita.privacy.guard import PrivacyConfig, make_private
+from partita.privacy.guard import make_private
 from partita.testing.conformance import check_method
 from partita.testing.toy import ToyTransformer
 
@@ -285,7 +286,7 @@ def test_noisy_votes_are_charged_once_for_the_rounds_that_they_hold() -> None:
 
     def votes_charged(every: int) -> int:
         run = toy_run(safl(k=1, noise=2.0, probe=0.5, every=every, agree=True), 7)
-        guard = make_private(run, MODEL, SIZES, PrivacyConfig(noise=1.0))
+        guard = make_private(run, MODEL, SIZES, PrivacySettings(noise=1.0))
         bill = guard.forecast(7).bills["a"]
         return bill[PrivacyRelease("layer choice", 2.0, 0.5)]
 
@@ -294,7 +295,7 @@ def test_noisy_votes_are_charged_once_for_the_rounds_that_they_hold() -> None:
 
 def test_votes_without_noise_are_refused_under_example_level_privacy() -> None:
     with pytest.raises(MethodError, match="LayerVote starts or selects by a client's examples and adds no noise"):
-        make_private(toy_run(safl(k=1, agree=True)), MODEL, SIZES, PrivacyConfig(noise=1.0))
+        make_private(toy_run(safl(k=1, agree=True)), MODEL, SIZES, PrivacySettings(noise=1.0))
 
 
 # ---- options, compositions, rows

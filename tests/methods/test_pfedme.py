@@ -12,7 +12,7 @@ from quadratics import LR, QuadraticClients, as_vector, copy_as_vector, initial_
 from torch import Tensor
 
 from partita.core import tensors
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method_error import MethodError
 from partita.core.personal_copy import add_personal_copy, copy_name
 from partita.core.tensors import Tensors
@@ -137,4 +137,4 @@ def test_other_optimizers_invalid_numbers_and_example_level_privacy_are_refused(
         with pytest.raises(MethodError, match=r"give 1 or more inner_steps, and more than 0 for the others"):
             pfedme(**wrong)  # type: ignore[arg-type]
     with pytest.raises(MethodError, match=r"pfedme: PFedMeClient .*one more release"):
-        replace(pfedme(), privacy=DPSGDSettings(1.0, 1.0))
+        replace(pfedme(), privacy=PrivacySettings(clip=1.0, noise=1.0))

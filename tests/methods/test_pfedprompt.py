@@ -11,7 +11,7 @@ from helpers import final_params, play, toy_run
 from torch.nn import functional
 
 from partita.core import tensors
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.method_error import MethodError
 from partita.core.optim import SGD, AdamW, Optimizer
@@ -167,7 +167,7 @@ def test_pfedprompt_clients_keep_momentum_between_rounds() -> None:
 
 def test_pfedprompt_rejects_example_level_privacy_and_bad_options() -> None:
     with pytest.raises(MethodError, match="FillCache starts or selects by a client's examples and adds no noise"):
-        replace(pfedprompt(), privacy=DPSGDSettings(clip=1.0, noise=1.0))
+        replace(pfedprompt(), privacy=PrivacySettings(clip=1.0, noise=1.0))
     with pytest.raises(MethodError, match=r"method.alpha is -1 and method.beta 5.5; give 0 or more"):
         pfedprompt(alpha=-1)
     with pytest.raises(MethodError, match=r"method.beta 0; give 0 or more, and more than 0"):

@@ -16,7 +16,7 @@ from scipy.stats import binom, norm
 from sklearn.metrics import roc_auc_score
 
 from partita import report
-from partita.core.dp_settings import PrivacyError
+from partita.core.dp_settings import PrivacyError, PrivacySettings
 from partita.core.noise import block_noise
 from partita.core.options import OptionError
 from partita.core.rng import Key
@@ -34,7 +34,7 @@ from partita.privacy.canaries import (
     gradient_cosines,
     gradients_of,
 )
-from partita.privacy.guard import PrivacyConfig, PrivacyGuard, make_private
+from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.membership import best_guesses, bound_epsilon, chance_of, confidence_of, likelihood_ratios, roc
 from partita.testing.toy import ToyTransformer
 from partita.training import step_noise
@@ -149,11 +149,11 @@ def test_example_gradients_sum_to_the_batch_gradient() -> None:
     assert torch.allclose(gradient_cosines(model, model.initial, step, batch), wanted, atol=1e-5)
 
 
-def eavesdrop(privacy_config: PrivacyConfig | None, seed: int = 0) -> tuple[float, float, PrivacyGuard | None]:
+def eavesdrop(privacy: PrivacySettings | None, seed: int = 0) -> tuple[float, float, PrivacyGuard | None]:
     """(AUC, lower bound, guard) of an eavesdropper on two full-batch rounds, the easiest case for the attack."""
     clients = Clients(**SIZES)
     run = toy_run(fedavg(), count=2, lr=0.3, batch_size=60, seed=seed, drift=False)
-    guard = make_private(run, MODEL, SIZES, privacy_config) if privacy_config else None
+    guard = make_private(run, MODEL, SIZES, privacy) if privacy else None
     run = guard.run if guard else run
     canaries = choose_canaries(clients, 100, Key(seed) / "audit", classes=3)
     canary_population = CanaryPopulation(clients, canaries)
@@ -165,16 +165,16 @@ def eavesdrop(privacy_config: PrivacyConfig | None, seed: int = 0) -> tuple[floa
     return roc(scores[included], scores[~included]).auc, bound.epsilon, guard
 
 
-@pytest.mark.parametrize("privacy_config", [None, PrivacyConfig(noise=0.0)], ids=["plain", "clipped"])
-def test_audit_identifies_members_when_there_is_no_noise(privacy_config: PrivacyConfig | None) -> None:
-    auc, bound, _ = eavesdrop(privacy_config)
+@pytest.mark.parametrize("privacy", [None, PrivacySettings(noise=0.0)], ids=["plain", "clipped"])
+def test_audit_identifies_members_when_there_is_no_noise(privacy: PrivacySettings | None) -> None:
+    auc, bound, _ = eavesdrop(privacy)
     assert auc > 0.95
     assert bound > 1.5
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 2.0, 8.0])
 def test_audited_epsilon_does_not_exceed_the_claim(epsilon: float) -> None:
-    _, bound, guard = eavesdrop(PrivacyConfig(epsilon=epsilon, accountant="rdp"))
+    _, bound, guard = eavesdrop(PrivacySettings(epsilon=epsilon, accountant="rdp"))
     assert guard is not None
     assert guard.planned is not None
     assert bound <= guard.planned <= epsilon
@@ -183,7 +183,7 @@ def test_audited_epsilon_does_not_exceed_the_claim(epsilon: float) -> None:
 def test_audit_detects_a_false_privacy_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run claims epsilon 0.5 but draws a thousandth of the noise; the attacker knows only the claim."""
     monkeypatch.setattr(step_noise, "block_noise", lambda like, keys, std: block_noise(like, keys, std / 1000))
-    _, bound, guard = eavesdrop(PrivacyConfig(epsilon=0.5, accountant="rdp"))
+    _, bound, guard = eavesdrop(PrivacySettings(epsilon=0.5, accountant="rdp"))
     assert guard is not None
     assert guard.planned is not None
     assert bound > 0.5 >= guard.planned
@@ -213,13 +213,13 @@ CONFIG = {
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", ["example", "client", None])
 def test_finished_run_is_audited_and_recorded(tmp_path: Path, unit: str | None) -> None:
-    privacy_config = {"privacy": {"noise": 4.0, "accountant": "rdp", "unit": unit}} if unit else {}
-    unfinished = start(parse({**CONFIG, "rounds": 2, **privacy_config}), tmp_path / "part")
+    privacy = {"privacy": {"noise": 4.0, "accountant": "rdp", "unit": unit}} if unit else {}
+    unfinished = start(parse({**CONFIG, "rounds": 2, **privacy}), tmp_path / "part")
     next(unfinished)
     unfinished.close()
     with pytest.raises(PrivacyError, match="no finished run"):
         audit(tmp_path / "part")
-    list(start(parse({**CONFIG, **privacy_config}), tmp_path / "run"))
+    list(start(parse({**CONFIG, **privacy}), tmp_path / "run"))
     with pytest.raises(PrivacyError, match="set their number with --canaries"):
         audit(tmp_path / "run", shadows=2)
     found = audit(tmp_path / "run", canaries=30, shadows=2)

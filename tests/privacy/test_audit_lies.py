@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from partita.core import client
 from partita.core.client_rule import PrivacyRelease
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.rng import Key
 from partita.core.rounds import initial_server
 from partita.core.settings import Run
@@ -58,7 +58,7 @@ def small_checks(monkeypatch: Patch) -> None:
 def failed_example_checks(seed: int = 7, side_by_side: int = 1, **privacy: Any) -> set[str]:
     """The checks that fail for a run with three clients, one of them smaller than a batch."""
     run = toy_run(
-        replace(fedavg(), privacy=DPSGDSettings(**{"clip": 0.5, "noise": 0.8, **privacy})), batch_size=8, seed=seed
+        replace(fedavg(), privacy=PrivacySettings(**{"clip": 0.5, "noise": 0.8, **privacy})), batch_size=8, seed=seed
     )
     checks = check_examples(run, toy_model(), Clients(a=40, b=24, c=6), initial_server(run, toy_model()), side_by_side)
     return {check["what"] for check in judge(checks) if not check["passed"]}
@@ -74,7 +74,7 @@ def test_audit_passes_an_honest_run(seed: int) -> None:
 @pytest.mark.parametrize("name", ["scaffold", "fedrep", "fedfrozen", "zero-shot"])
 def test_audit_passes_honest_runs_of_other_methods(name: str) -> None:
     """Methods with a gradient correction, two phases, a changing plan, and nothing to train."""
-    run, model = toy_run(replace(build(name), privacy=DPSGDSettings(0.5, 0.8)), batch_size=8), toy_model()
+    run, model = toy_run(replace(build(name), privacy=PrivacySettings(clip=0.5, noise=0.8)), batch_size=8), toy_model()
     checks = judge(check_examples(run, model, Clients(a=40, b=6), initial_server(run, model)))
     assert [check["what"] for check in checks if not check["passed"]] == []
     assert len(checks) == (1 if name == "zero-shot" else 12)
@@ -163,7 +163,9 @@ def test_audit_detects_equal_noise_in_all_tensors(monkeypatch: Patch) -> None:
 
 def test_audit_detects_a_missing_clip(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
-        private_gradients, "clipped_sum", lambda *rest: clipped_sum(*rest[:5], DPSGDSettings(float("inf"), 0.0))
+        private_gradients,
+        "clipped_sum",
+        lambda *rest: clipped_sum(*rest[:5], PrivacySettings(clip=float("inf"), noise=0.0)),
     )
     assert failed_example_checks() == {"largest contribution of one example / clip"}
 
@@ -173,14 +175,18 @@ def test_audit_detects_a_missing_clip_with_ghost_clipping(monkeypatch: Patch) ->
     from ghost_fixtures import TextClients, tiny_model
 
     def failed() -> set[str]:
-        run = toy_run(replace(fedavg(), privacy=DPSGDSettings(0.5, 0.8, clipping="ghost")), count=1, batch_size=3)
+        run = toy_run(
+            replace(fedavg(), privacy=PrivacySettings(clip=0.5, noise=0.8, clipping="ghost")), count=1, batch_size=3
+        )
         model = tiny_model("Bert")
         checks = judge(check_examples(run, model, TextClients(), initial_server(run, model)))
         return {check["what"] for check in checks if not check["passed"]}
 
     assert not failed()
     monkeypatch.setattr(
-        private_gradients, "ghost_sum", lambda *rest: ghost_sum(*rest[:-1], DPSGDSettings(float("inf"), 0.0))
+        private_gradients,
+        "ghost_sum",
+        lambda *rest: ghost_sum(*rest[:-1], PrivacySettings(clip=float("inf"), noise=0.0)),
     )
     assert failed() == {"largest contribution of one example / clip"}
 
@@ -193,7 +199,7 @@ def test_audit_detects_clipping_of_the_batch_instead_of_examples(monkeypatch: Pa
     """
 
     def lie(*rest: Any) -> tuple[Tensors, Tensor]:
-        total, losses = clipped_sum(*rest[:5], DPSGDSettings(float("inf"), 0.0))
+        total, losses = clipped_sum(*rest[:5], PrivacySettings(clip=float("inf"), noise=0.0))
         norm = torch.sqrt(sum((value**2).sum() for value in total.values()))  # type: ignore[call-overload]
         return {name: value * (0.5 / norm) for name, value in total.items()}, losses
 
@@ -283,7 +289,7 @@ def failed_selection_checks(
     method = build("safl", {"k": 1, "noise": 3.0, "probe": 0.5})
     [rule] = method.client_rules
     rule = replace(rule, select=select or rule.select, release=release or rule.release)  # type: ignore[type-var]
-    run = toy_run(replace(method, client_rules=(rule,), privacy=DPSGDSettings(1.0, 1.0)), seed=seed)
+    run = toy_run(replace(method, client_rules=(rule,), privacy=PrivacySettings(clip=1.0, noise=1.0)), seed=seed)
     model = ToyTransformer(width=4, layers=3)
     checks = check_choice(run, model, Clients(a=8), initial_server(run, model))
     assert len(checks) == 3

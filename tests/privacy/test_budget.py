@@ -8,14 +8,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import Clients, play, toy_model, toy_run
 
 from partita.compression.prune import prune
 from partita.core.client_rule import ClientRule, PrivacyRelease
-from partita.core.dp_settings import DPSGDSettings, PrivacyError
+from partita.core.dp_settings import PrivacyError, PrivacySettings
 from partita.core.method import Method
+from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.options import OptionError
 from partita.core.plan import Phase, Plan, RoundInfo
@@ -28,7 +30,7 @@ from partita.methods.moon import moon
 from partita.privacy import budget, spending
 from partita.privacy.accountant import epsilon
 from partita.privacy.budget import Client, forecast_client, forecast_run
-from partita.privacy.guard import ANY_CLIENT, PrivacyConfig, PrivacyGuard, make_private
+from partita.privacy.guard import ANY_CLIENT, PrivacyGuard, make_private, protect
 from partita.privacy.spending import TRAINING, PrivacySpending, find_noise, releases_of, round_up
 
 STEPS = PrivacyRelease(TRAINING, noise=1.2, share=0.2, count=30)
@@ -107,7 +109,8 @@ class SelectionWithRelease(ClientRule):
 
 def test_releases_of_a_round_count_phases_steps_and_selection() -> None:
     poisson, shuffle = (
-        replace(method_of("fedrep"), privacy=DPSGDSettings(1.0, 2.0, kind)) for kind in ("poisson", "shuffle")
+        replace(method_of("fedrep"), privacy=PrivacySettings(clip=1.0, noise=2.0, sampling=kind))
+        for kind in ("poisson", "shuffle")
     )
     model = toy_model()
     run = toy_run(poisson, batch_size=4, epochs=2)
@@ -119,20 +122,20 @@ def test_releases_of_a_round_count_phases_steps_and_selection() -> None:
     assert releases_of(toy_run(shuffle, epochs=2), plan, 10) == [
         PrivacyRelease(TRAINING, 2.0, 1.0, each) for each in epochs
     ]
-    some = toy_run(replace(fedavg(), privacy=DPSGDSettings(1.0, 2.0, "shuffle")), steps=4)
+    some = toy_run(replace(fedavg(), privacy=PrivacySettings(clip=1.0, noise=2.0, sampling="shuffle")), steps=4)
     plain = fedavg().plan(model, RoundInfo(0, 3, "a"))
     assert releases_of(some, plain, 10) == [
         PrivacyRelease(TRAINING, 2.0, 1.0, 2)
     ]  # the fourth step belongs to a second epoch
-    choosing = Method("choosing", client_rules=(SelectionWithRelease(),), privacy=DPSGDSettings(1.0, 2.0))
+    choosing = Method("choosing", client_rules=(SelectionWithRelease(),), privacy=PrivacySettings(clip=1.0, noise=2.0))
     assert releases_of(toy_run(choosing), plain, 3) == [
         SelectionWithRelease.release,
         PrivacyRelease(TRAINING, 2.0, 1.0, 1),
     ]
 
 
-def make_guard(privacy_config: PrivacyConfig, method: Method | None = None, **more: object) -> PrivacyGuard:
-    return make_private(toy_run(method or fedavg(), **more), toy_model(), SIZES, privacy_config)  # type: ignore[arg-type]
+def make_guard(privacy: PrivacySettings, method: Method | None = None, **more: object) -> PrivacyGuard:
+    return make_private(toy_run(method or fedavg(), **more), toy_model(), SIZES, privacy)  # type: ignore[arg-type]
 
 
 SIZES = {"a": 12, "b": 40, "c": 20, "d": 16}
@@ -140,7 +143,7 @@ SIZES = {"a": 12, "b": 40, "c": 20, "d": 16}
 
 @pytest.mark.slow
 def test_spent_epsilon_follows_the_plan_and_overspending_is_refused() -> None:
-    guard = make_guard(PrivacyConfig(epsilon=0.5), count=3, cohort=2)
+    guard = make_guard(PrivacySettings(epsilon=0.5), count=3, cohort=2)
     assert guard.planned is not None
     assert 0.49 < guard.planned <= 0.5
     spent = []
@@ -157,7 +160,7 @@ def test_spent_epsilon_follows_the_plan_and_overspending_is_refused() -> None:
 
 
 def test_planned_epsilon_is_that_of_the_most_sampled_client() -> None:
-    guard = make_guard(PrivacyConfig(noise=5.0), count=6, cohort=1)
+    guard = make_guard(PrivacySettings(noise=5.0), count=6, cohort=1)
     asked = Counter(guard.run.draw_cohort(number, list(SIZES))[0] for number in range(6))
     assert max(asked.values()) < 6
     costs = {
@@ -172,7 +175,7 @@ def first_round_plan(guard: PrivacyGuard):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    ("privacy_config", "said"),
+    ("privacy", "said"),
     [
         ({}, "neither epsilon nor noise"),
         ({"epsilon": 0.0}, r"privacy\.epsilon is 0"),
@@ -183,9 +186,36 @@ def first_round_plan(guard: PrivacyGuard):  # type: ignore[no-untyped-def]
         ({"noise": 0.1, "epsilon": 1.0}, "remove privacy.noise to have it computed"),
     ],
 )
-def test_privacy_settings_without_a_guarantee_are_refused(privacy_config: dict[str, object], said: str) -> None:
-    with pytest.raises(PrivacyError, match=said):
-        make_guard(PrivacyConfig(**privacy_config))  # type: ignore[arg-type]
+def test_privacy_settings_without_a_guarantee_are_refused(privacy: dict[str, object], said: str) -> None:
+    with pytest.raises((OptionError, PrivacyError), match=said):
+        make_guard(PrivacySettings(**privacy))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "privacy",
+    [PrivacySettings("client", noise=1.0), PrivacySettings(epsilon=2.0), PrivacySettings(epsilon=2.0, noise=9.0)],
+    ids=["client", "budget", "budget and noise"],
+)
+def test_a_method_refuses_privacy_that_only_a_guard_can_keep(privacy: PrivacySettings) -> None:
+    with pytest.raises(MethodError, match=r"m: .* 'client' or privacy\.epsilon, use make_private"):
+        Method("m", privacy=privacy)
+
+
+@pytest.mark.parametrize("unit", ["example", "group", "client"])
+def test_a_run_is_not_protected_by_a_noise_that_is_not_known(unit: Any) -> None:
+    privacy = PrivacySettings(unit, "patient" if unit == "group" else None, epsilon=2.0)
+    with pytest.raises(PrivacyError, match=r"privacy\.noise is not known yet; make_private computes it"):
+        protect(toy_run(fedavg()), privacy, 4)
+    protect(toy_run(fedavg()), replace(privacy, noise=1.0), 4)
+
+
+def test_training_uses_the_settings_of_the_guard_and_the_guard_those_it_was_given() -> None:
+    given = PrivacySettings(
+        epsilon=5.0, clip=0.3, sampling="shuffle", clipping="direct", microbatch=2, accountant="rdp"
+    )
+    guard = make_guard(given, count=1)
+    assert guard.privacy == replace(given, noise=guard.privacy.known_noise, delta=1e-5)
+    assert guard.run.method.privacy == replace(guard.privacy, epsilon=None)
 
 
 STATEFUL = {
@@ -199,7 +229,7 @@ STATEFUL = {
 @pytest.mark.parametrize("method", STATEFUL.values(), ids=STATEFUL)
 def test_client_level_cost_of_stateful_clients_has_no_amplification_by_sampling(method: Method) -> None:
     """What other clients keep reveals earlier cohorts, and amplification needs those to be unknown."""
-    of_clients = PrivacyConfig("client", noise=20.0)
+    of_clients = PrivacySettings("client", noise=20.0)
     with pytest.warns(UserWarning, match="clients keep state between rounds"):
         sampled = make_guard(of_clients, method, cohort=2)
     whole = make_guard(replace(of_clients, accountant="rdp"), method)
@@ -219,7 +249,7 @@ def test_client_level_cost_of_a_round_has_no_amplification_when_one_client_keeps
         rest = model.all_names() - keep
         return Plan((Phase(model.all_names()),), up=rest, down=rest, keep=keep)
 
-    of_clients = PrivacyConfig("client", noise=20.0)
+    of_clients = PrivacySettings("client", noise=20.0)
     with pytest.warns(UserWarning, match="clients keep state between rounds") as seen:
         guard = make_private(toy_run(Method("sometimes", plan), cohort=2), toy_model(), SIZES, of_clients)
     assert [each.filename for each in seen] == [__file__], "it names the line that makes the run private"
@@ -231,16 +261,16 @@ def test_client_level_cost_of_a_round_has_no_amplification_when_one_client_keeps
 
 
 def test_default_delta_shrinks_with_the_number_of_examples() -> None:
-    assert make_guard(PrivacyConfig(noise=5.0)).privacy_config.delta == 1e-5
-    many = make_private(toy_run(fedavg()), toy_model(), {"a": 10**6}, PrivacyConfig(noise=5.0))
-    assert many.privacy_config.delta == pytest.approx(1e-7)
+    assert make_guard(PrivacySettings(noise=5.0)).privacy.delta == 1e-5
+    many = make_private(toy_run(fedavg()), toy_model(), {"a": 10**6}, PrivacySettings(noise=5.0))
+    assert many.privacy.delta == pytest.approx(1e-7)
 
 
 def test_unknown_client_sizes_allow_only_a_given_noise() -> None:
     sizes = {"here": 12, "there": 0}
     with pytest.raises(PrivacyError, match="find the noise with 'partita budget'"):
-        make_private(toy_run(fedavg()), toy_model(), sizes, PrivacyConfig(epsilon=1.0))
-    guard = make_private(toy_run(fedavg()), toy_model(), sizes, PrivacyConfig(noise=1.0))
+        make_private(toy_run(fedavg()), toy_model(), sizes, PrivacySettings(epsilon=1.0))
+    guard = make_private(toy_run(fedavg()), toy_model(), sizes, PrivacySettings(noise=1.0))
     guard.charge(0, ["here", "there"], {})
     assert guard.planned is None
     assert guard.spent() is None
@@ -263,11 +293,11 @@ def test_client_forecast_orders_costs_and_alternatives() -> None:
 
 @pytest.mark.slow
 def test_run_forecast_matches_the_plan() -> None:
-    guard = make_guard(PrivacyConfig(noise=20.0), count=2, cohort=2)
+    guard = make_guard(PrivacySettings(noise=20.0), count=2, cohort=2)
     found = forecast_run(guard)
     assert found.after[2] == found.epsilon == guard.planned
     assert found.instead["twice the rounds"] > 20.0 > found.instead["half the batch"]
-    unknown = make_private(toy_run(fedavg()), toy_model(), {"a": 0}, PrivacyConfig(noise=1.0))
+    unknown = make_private(toy_run(fedavg()), toy_model(), {"a": 0}, PrivacySettings(noise=1.0))
     with pytest.raises(PrivacyError, match="give --examples instead"):
         forecast_run(unknown)
 
@@ -434,19 +464,21 @@ def test_forecast_alternatives_double_and_halve_the_settings(monkeypatch: pytest
     ]
     assert [target for _, target in seen] == [3.0, 3.0, 3.0, 1.5]
     seen.clear()
-    guard = make_guard(PrivacyConfig(noise=20.0), count=3, batch_size=4, steps=2)
+    guard = make_guard(PrivacySettings(noise=20.0), count=3, batch_size=4, steps=2)
     forecast_run(guard)
     assert [max(sum(bill.values()) for bill in account.bills.values()) for account, _ in seen] == [12, 6, 6]
     half, whole = ({release.share for release in account.bills["b"]} for account, _ in seen[1:])
     assert (half, whole) == ({2 / 40}, {4 / 40})
     seen.clear()
-    forecast_run(make_guard(PrivacyConfig(noise=20.0), count=1, batch_size=1, steps=2))
+    forecast_run(make_guard(PrivacySettings(noise=20.0), count=1, batch_size=1, steps=2))
     assert {release.share for release in seen[1][0].bills["b"]} == {1 / 40}, "a batch of one cannot be halved"
     seen.clear()
     forecast_client(Client(examples=12, batch=1, rounds=1), None, 2.0, None)
     assert dict(seen[1][0].bills["client"]) == {PrivacyRelease(TRAINING, 1.0, 1 / 12): 12}
     seen.clear()
-    of_clients = forecast_run(make_guard(PrivacyConfig(unit="client", noise=20.0, accountant="rdp"), count=2, cohort=2))
+    of_clients = forecast_run(
+        make_guard(PrivacySettings(unit="client", noise=20.0, accountant="rdp"), count=2, cohort=2)
+    )
     assert list(of_clients.instead) == ["twice the rounds", "half the epsilon"]
 
 
@@ -469,7 +501,7 @@ def test_only_declared_releases_of_data_dependent_rules_are_charged() -> None:
     assert releases_of(toy_run(replace(fedavg(), client_rules=(SelectionWithRelease(),))), plan, 10) == [
         SelectionWithRelease.release
     ]
-    private = replace(fedavg(), client_rules=(SelectionWithRelease(),), privacy=DPSGDSettings(1.0, 2.0))
+    private = replace(fedavg(), client_rules=(SelectionWithRelease(),), privacy=PrivacySettings(clip=1.0, noise=2.0))
     assert releases_of(toy_run(private), plan, 0) == [SelectionWithRelease.release], (
         "without examples nothing is trained"
     )
@@ -493,15 +525,15 @@ def test_forecast_with_twice_the_rounds_uses_the_plan_of_that_run(monkeypatch: p
         return Plan((Phase(model.all_names(), epochs=round_info.rounds),), up=model.all_names(), down=model.all_names())
 
     run = toy_run(Method("growing", plan), 3, batch_size=40)
-    forecast_run(make_private(run, toy_model(), {"b": 40}, PrivacyConfig(noise=20.0)))
+    forecast_run(make_private(run, toy_model(), {"b": 40}, PrivacySettings(noise=20.0)))
     assert [sum(account.bills["b"].values()) for account in seen] == [36, 18, 9]
 
 
 @pytest.mark.slow
 def test_guard_reports_resolved_noise_sampling_and_unit() -> None:
-    found = make_guard(PrivacyConfig(epsilon=2.0, accountant="rdp"), count=1)
+    found = make_guard(PrivacySettings(epsilon=2.0, accountant="rdp"), count=1)
     assert found.run.method.privacy is not None
-    assert found.privacy_config.noise == found.about()["noise"] == found.run.method.privacy.noise
+    assert found.privacy.noise == found.about()["noise"] == found.run.method.privacy.noise
     assert (found.about()["sampling"], found.about()["delta"]) == ("poisson", 1e-5)
-    of_clients = make_guard(PrivacyConfig(unit="client", noise=3.0, accountant="rdp"), count=1, cohort=2)
+    of_clients = make_guard(PrivacySettings(unit="client", noise=3.0, accountant="rdp"), count=1, cohort=2)
     assert (of_clients.about()["sampling"], of_clients.about()["unit"]) == ("cohort", "client")

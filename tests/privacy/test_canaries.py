@@ -12,7 +12,7 @@ from helpers import Clients, toy_model, toy_run
 from torch import Tensor
 
 from partita.core.data import Batch
-from partita.core.dp_settings import DPSGDSettings, PrivacyError
+from partita.core.dp_settings import PrivacyError, PrivacySettings
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, initial_server, make_job
 from partita.core.tensors import Tensors
@@ -168,7 +168,7 @@ def test_scores_are_those_of_a_ridge_regression_of_the_step_on_all_gradients(cli
         torch.linalg.solve(rows @ rows.T + (trust * noise + canaries.RIDGE) * torch.eye(40).double(), along)
         for trust in canaries.TRUST
     ]
-    private = None if clip is None else DPSGDSettings(clip, 1.0)
+    private = None if clip is None else PrivacySettings(clip=clip, noise=1.0)
     found = canary_scores(MODEL, MODEL.initial, delta, table, noise, private)
     assert found.shape == (3, len(table.places))
     for row, exact in zip(found, wanted, strict=True):
@@ -193,7 +193,7 @@ def test_gradients_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_noise_in_an_update_beside_the_share_of_one_example() -> None:
-    plain, private = fedavg(), replace(fedavg(), privacy=DPSGDSettings(1.0, 3.0))
+    plain, private = fedavg(), replace(fedavg(), privacy=PrivacySettings(clip=1.0, noise=3.0))
     assert Eavesdropper(toy_run(plain), MODEL, planted())._strength(10) == 0.0
     eavesdropper = Eavesdropper(toy_run(private, batch_size=4, epochs=2), MODEL, planted())
     assert eavesdropper._strength(10) == pytest.approx(4 * 9 / (0.4**2 * 6))

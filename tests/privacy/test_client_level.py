@@ -13,7 +13,7 @@ from helpers import Clients, final_params, max_difference, play, toy_model, toy_
 from partita.core import tensors
 from partita.core.client_rule import ClientRule, Context, LayerSelection
 from partita.core.data import Examples
-from partita.core.dp_settings import PrivacyError
+from partita.core.dp_settings import PrivacyError, PrivacySettings
 from partita.core.method import Method
 from partita.core.method_error import MethodError
 from partita.core.model import Model
@@ -29,7 +29,7 @@ from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.methods.fedopt import fedadam
 from partita.privacy.client_level import ClippedUpdates, OverCohort, protect_clients
-from partita.privacy.guard import PrivacyConfig, make_private
+from partita.privacy.guard import make_private
 from partita.testing.conformance import check_method
 from partita.testing.toy import ToyPopulation, ToyTransformer
 
@@ -203,8 +203,8 @@ def client_sizes(*sizes: int) -> dict[str, int]:
 def test_every_client_is_charged_for_every_round() -> None:
     """A cohort of fixed size is drawn without replacement and kept secret."""
     sizes = client_sizes(8, 8, 8, 8)
-    some = make_private(toy_run(fedavg(), cohort=2), toy_model(), sizes, PrivacyConfig("client", noise=8.0))
-    everyone = make_private(toy_run(fedavg()), toy_model(), sizes, PrivacyConfig("client", noise=8.0))
+    some = make_private(toy_run(fedavg(), cohort=2), toy_model(), sizes, PrivacySettings("client", noise=8.0))
+    everyone = make_private(toy_run(fedavg()), toy_model(), sizes, PrivacySettings("client", noise=8.0))
     assert (some.account.by, everyone.account.by) == ("rdp", "pld")
     assert some.planned is not None
     assert everyone.planned is not None
@@ -218,7 +218,7 @@ def test_every_client_is_charged_for_every_round() -> None:
     assert (some.spent() or 0) - before > some.forecast(2).epsilon() - before
     with pytest.raises(PrivacyError, match=r"privacy\.accountant = 'rdp'"):
         make_private(
-            toy_run(fedavg(), cohort=2), toy_model(), sizes, PrivacyConfig("client", noise=8.0, accountant="pld")
+            toy_run(fedavg(), cohort=2), toy_model(), sizes, PrivacySettings("client", noise=8.0, accountant="pld")
         )
 
 
@@ -227,16 +227,16 @@ def test_client_level_privacy_hides_cohorts_and_disables_drift(drift: bool) -> N
     """Drift uses updates before the noise, and sampling gives no amplification if cohorts can be guessed."""
     run = toy_run(fedavg(), 1, cohort=2, drift=drift)
     sizes = {"a": 4, "b": 5, "c": 6}
-    by_client = make_private(run, toy_model(), sizes, PrivacyConfig(unit="client", noise=3.0, accountant="rdp")).run
+    by_client = make_private(run, toy_model(), sizes, PrivacySettings(unit="client", noise=3.0, accountant="rdp")).run
     assert (by_client.hidden_cohorts, by_client.drift) == (True, False)
-    by_example = make_private(run, toy_model(), sizes, PrivacyConfig(noise=3.0, accountant="rdp")).run
+    by_example = make_private(run, toy_model(), sizes, PrivacySettings(noise=3.0, accountant="rdp")).run
     assert (by_example.hidden_cohorts, by_example.drift) == (False, drift)
 
 
 @pytest.mark.slow
 def test_client_level_budget_is_met() -> None:
     guard = make_private(
-        toy_run(fedavg(), cohort=2), toy_model(), client_sizes(*[8] * 20), PrivacyConfig("client", epsilon=1.0)
+        toy_run(fedavg(), cohort=2), toy_model(), client_sizes(*[8] * 20), PrivacySettings("client", epsilon=1.0)
     )
     assert guard.planned is not None
     assert 0.99 < guard.planned <= 1.0

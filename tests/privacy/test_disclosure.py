@@ -16,7 +16,7 @@ from partita import report
 from partita.core.client import ClientState, begin_round, finish_round
 from partita.core.client_rule import ClientRule, Context, LayerSelection
 from partita.core.data import Examples
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.plan import Plan
 from partita.core.rng import Key
@@ -156,7 +156,7 @@ def test_private_updates_carry_no_loss_or_metrics() -> None:
     assert (plain.weight, hidden.weight) == (8.0, 1.0)
     assert hidden.metrics == {}
     assert hidden.loss is None
-    private = update_of_one_client(toy_run(replace(fedavg(), privacy=DPSGDSettings(1.0, 1.0))))
+    private = update_of_one_client(toy_run(replace(fedavg(), privacy=PrivacySettings(clip=1.0, noise=1.0))))
     assert private.loss is None
     assert private.weight == 8.0
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from partita.core.batch_schedule import poisson_batches
 from partita.core.client import ClientRound, ClientState, begin_round
 from partita.core.data import Batch, Examples
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.model import Model, Output
 from partita.core.noise import gaussian_noise
 from partita.core.rng import Key
@@ -26,7 +26,7 @@ from partita.core.settings import Run, Training
 from partita.core.tensors import Tensors
 from partita.methods.fedavg import fedavg
 from partita.privacy.accountant import ORDERS
-from partita.privacy.guard import PrivacyConfig, make_private
+from partita.privacy.guard import make_private
 from partita.training.local_training import train_clients
 
 
@@ -60,7 +60,7 @@ def begin_client_round(run: Run, model: Model, examples: Examples) -> ClientRoun
 @pytest.mark.parametrize(("size", "divisor"), [(3, 3), (8, 8), (12, 8)])
 def test_private_step_divides_the_clipped_sum_by_the_expected_batch_size(size: int, divisor: int) -> None:
     """With a batch size of 8, a smaller client uses all its examples, and a larger one draws batches of any size."""
-    run = toy_run(replace(fedavg(), privacy=DPSGDSettings(0.5, 0.0)), lr=1.0, batch_size=8, steps=1)
+    run = toy_run(replace(fedavg(), privacy=PrivacySettings(clip=0.5, noise=0.0)), lr=1.0, batch_size=8, steps=1)
     model, examples = toy_model(), Clients(a=size)["a"].train
     each = begin_client_round(run, model, examples)
     [learned] = train_clients(run, [each])
@@ -104,7 +104,7 @@ def test_example_without_a_finite_gradient_norm_adds_nothing(value: float, norms
     """The square of 1e30 is infinite, though the number is not."""
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     run = toy_run(
-        replace(fedavg(), privacy=DPSGDSettings(0.5, 0.0, clipping=norms)),  # type: ignore[arg-type]
+        replace(fedavg(), privacy=PrivacySettings(clip=0.5, noise=0.0, clipping=norms)),  # type: ignore[arg-type]
         lr=1.0,
         batch_size=6,
         steps=1,
@@ -121,7 +121,7 @@ def test_epsilon_of_a_run_matches_dp_accounting() -> None:
     """Against events of dp-accounting: the worst client has the highest sampling rate in every round."""
     sizes = {"a": 100, "b": 64, "c": 300}
     guard = make_private(
-        toy_run(fedavg(), count=5, batch_size=32, epochs=2), toy_model(), sizes, PrivacyConfig(noise=4.0)
+        toy_run(fedavg(), count=5, batch_size=32, epochs=2), toy_model(), sizes, PrivacySettings(noise=4.0)
     )
     costs = []
     for size in sizes.values():
@@ -129,15 +129,15 @@ def test_epsilon_of_a_run_matches_dp_accounting() -> None:
         steps = 5 * 2 * math.ceil(size / 32)
         accountant.compose(library.PoissonSampledDpEvent(32 / size, library.GaussianDpEvent(4.0)), steps)
         costs.append(accountant.get_epsilon(1e-5))
-    assert guard.privacy_config.delta == 1e-5
+    assert guard.privacy.delta == 1e-5
     assert guard.planned == pytest.approx(max(costs), rel=1e-6)
 
 
 @pytest.mark.slow
 def test_epsilon_of_a_client_level_run_matches_dp_accounting() -> None:
     sizes = {f"c{number}": 8 for number in range(50)}
-    guard = make_private(toy_run(fedavg(), count=5, cohort=5), toy_model(), sizes, PrivacyConfig("client", noise=8.0))
+    guard = make_private(toy_run(fedavg(), count=5, cohort=5), toy_model(), sizes, PrivacySettings("client", noise=8.0))
     accountant = rdp.RdpAccountant(ORDERS, library.NeighboringRelation.REPLACE_ONE)
     accountant.compose(library.SampledWithoutReplacementDpEvent(50, 5, library.GaussianDpEvent(4.0)), 5)
-    assert guard.privacy_config.delta == 1e-5
+    assert guard.privacy.delta == 1e-5
     assert guard.planned == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-6)

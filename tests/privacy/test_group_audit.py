@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from partita.core.client_rule import PrivacyRelease
 from partita.core.data import ClientData
-from partita.core.dp_settings import DPSGDSettings, PrivacyError
+from partita.core.dp_settings import PrivacyError, PrivacySettings
 from partita.core.model import Model, Output
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, rounds
@@ -91,7 +91,9 @@ def audited_run(unit: str, claim: float, seed: int) -> Run:
     """Two rounds of four steps in which everyone takes part, with the noise for this claim: the easiest to attack."""
     account = PrivacySpending(DELTA)
     account.charge("a", [PrivacyRelease(TRAINING, 1.0, 1.0, 8)])
-    settings = DPSGDSettings(0.5, find_noise(account, claim), groups=unit == "group")
+    settings = PrivacySettings(
+        clip=0.5, noise=find_noise(account, claim), unit=unit, group="patient" if unit == "group" else None
+    )
     return toy_run(replace(fedavg(), privacy=settings), 2, seed=seed, batch_size=PATIENTS * RECORDS, steps=4, lr=0.01)
 
 
@@ -116,7 +118,7 @@ def sum_by_record(loss: Any, trainable: Any, inputs: Any, targets: Any, mask: An
     def single(params: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
         return loss(params, inputs, targets, torch.ones(1))  # type: ignore[no-any-return]
 
-    plain = replace(settings, groups=False)
+    plain = replace(settings, unit="example", group=None)
     total, losses = clipped_sum(single, trainable, flat, targets.flatten(0, 1), mask.flatten(), plain, one)
     return total, losses.unflatten(0, targets.shape[:2]).mean(1)
 
@@ -136,7 +138,7 @@ def test_clipping_examples_in_place_of_groups_is_found_by_canaries(monkeypatch: 
 
 
 def failed_checks(side_by_side: int = 1, **privacy: Any) -> set[str]:
-    settings = DPSGDSettings(**{"clip": 0.5, "noise": 0.8, "groups": True, **privacy})
+    settings = PrivacySettings(**{"clip": 0.5, "noise": 0.8, "unit": "group", "group": "patient", **privacy})
     run, model = toy_run(replace(fedavg(), privacy=settings), batch_size=8), toy_model()
     hospitals = Hospitals(a=[3, 1, 2, 5] * 10, b=[2] * 24, c=[4, 1, 1, 2, 6, 1])
     checks = judge(check_examples(run, model, hospitals, initial_server(run, model), side_by_side))

@@ -15,7 +15,7 @@ import torch
 from dp_accounting import pld, rdp
 from group_fixtures import SCANS, scans_config, write_scans
 
-from partita.core.dp_settings import PrivacyError
+from partita.core.dp_settings import PrivacyError, PrivacySettings
 from partita.core.rng import Key
 from partita.data import DataError, Federation
 from partita.data.loading import hold_out_groups, load_dataset
@@ -23,7 +23,6 @@ from partita.experiment.builder import build, build_data, build_method
 from partita.experiment.config import Config, parse
 from partita.experiment.runner import resume, start
 from partita.privacy.budget import Client, forecast_client, forecast_run
-from partita.privacy.guard import PrivacyConfig
 
 COUNTS = [3, 1, 8, 2, 1, 1, 4, 2, 5, 1] * 3  # records of each patient
 
@@ -137,11 +136,11 @@ def test_patients_at_several_clients_are_warned_about(scans: Path) -> None:
 
 def test_settings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PrivacyError, match=r"privacy\.group is not set; name the column"):
-        PrivacyConfig("group", noise=1.0)
+        PrivacySettings("group", noise=1.0)
     with pytest.raises(PrivacyError, match=r"privacy\.group is 'p', but privacy\.unit is 'example'"):
-        PrivacyConfig("example", group="p", noise=1.0)
+        PrivacySettings("example", group="p", noise=1.0)
     with pytest.raises(PrivacyError, match="max_per_group is about groups"):
-        PrivacyConfig("example", max_per_group=3, noise=1.0)
+        PrivacySettings("example", max_per_group=3, noise=1.0)
 
 
 # ---- accounting
@@ -173,7 +172,7 @@ def test_epsilon_is_that_of_dp_accounting_by_hand(scans: Path) -> None:
 def test_delta_follows_from_the_number_of_groups(scans: Path) -> None:
     guard = build(scans_config(scans)).guard
     assert guard is not None
-    assert guard.privacy_config.delta == min(1e-5, 0.1 / 9)
+    assert guard.privacy.delta == min(1e-5, 0.1 / 9)
     with pytest.raises(PrivacyError, match="with 9 groups it must be well below"):
         build(scans_config(scans, privacy__delta=0.12))
 

@@ -16,7 +16,7 @@ from scipy.stats import hypergeom, ks_2samp
 
 from partita.core.batch_schedule import BatchSchedule
 from partita.core.client_rule import PrivacyRelease
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.privacy import mechanism, mechanism_choice, mechanism_clients
@@ -331,7 +331,7 @@ def test_repeated_examples_are_copies_of_the_first() -> None:
 def test_only_rules_with_a_declared_release_are_audited() -> None:
     method = build("safl", {"k": 1, "noise": 3.0, "probe": 0.5})
     [rule] = method.client_rules
-    run = toy_run(replace(method, privacy=DPSGDSettings(1.0, 1.0)))
+    run = toy_run(replace(method, privacy=PrivacySettings(clip=1.0, noise=1.0)))
     assert mechanism_choice.releasing(run) == [(rule, rule.release)]
     assert mechanism_choice.releasing(toy_run(fedavg())) == []
     unread = replace(method, client_rules=(replace(rule, uses_data=False), replace(rule, release=None)))  # type: ignore[type-var]

@@ -16,7 +16,7 @@ from helpers import Clients, ScriptedEngine, toy_model, toy_run
 from partita.core.client import ClientRound, Job
 from partita.core.client_rule import ClientRule, Context, LayerSelection, PrivacyRelease
 from partita.core.data import Examples
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.plan import Plan
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, initial_server
@@ -227,11 +227,11 @@ def test_updates_are_made_ten_times_as_long_and_one_client_fails() -> None:
 
 
 def private(noise: float = 0.8, sampling: str = "poisson", count: int = 5, clip: float = 0.5) -> Run:
-    settings = DPSGDSettings(clip, noise, sampling)  # type: ignore[arg-type]
+    settings = PrivacySettings(clip=clip, noise=noise, sampling=sampling)  # type: ignore[arg-type]
     return toy_run(replace(fedavg(), privacy=settings), count, batch_size=4, epochs=2)
 
 
-def settings_of(run: Run) -> DPSGDSettings:
+def settings_of(run: Run) -> PrivacySettings:
     assert run.method.privacy is not None
     return run.method.privacy
 
@@ -355,7 +355,7 @@ def test_which_rounds_and_clients_of_a_run_are_replayed(monkeypatch: pytest.Monk
 
 def test_replay_records_whole_gradients_of_parameters_with_unequal_rates() -> None:
     """One record per step, although the optimizer steps each layer by itself."""
-    method = replace(fedavg(), privacy=DPSGDSettings(1.0, 1.0))
+    method = replace(fedavg(), privacy=PrivacySettings(clip=1.0, noise=1.0))
     clients, model = Clients(a=6), toy_model()
     named = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.1}  # a gradient does not depend on them
     options: tuple[dict[str, Any], ...] = ({}, {"layer_decay": 0.5, "decay_norms_and_biases": False, **named})

@@ -16,6 +16,7 @@ from torch import Tensor
 from partita.core.client import ClientState
 from partita.core.client_rule import Context, PrivacyRelease
 from partita.core.data import Batch, Population
+from partita.core.dp_settings import PrivacySettings
 from partita.core.model import TokenChoice, layer_tag
 from partita.core.plan import RoundInfo, share_everything
 from partita.core.rng import Key
@@ -25,7 +26,7 @@ from partita.core.tensors import Tensors
 from partita.methods.safl import safl
 from partita.methods.selectors import ROUND, Random, TopLayers, spread_evenly
 from partita.privacy.accountant import INTERVAL
-from partita.privacy.guard import PrivacyConfig, PrivacyGuard, make_private
+from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.mechanism_choice import check_choice
 from partita.storage.client_store import MemoryStore
 from partita.testing.toy import ToyTransformer
@@ -59,7 +60,7 @@ class Forgetful(MemoryStore):
 
 def guarded(every: int, agree: Any = False, rounds: int = ROUNDS, probe: float = 0.5, **more: Any) -> PrivacyGuard:
     run = toy_run(safl(k=1, noise=2.0, probe=probe, every=every, agree=agree), rounds, batch_size=BATCH, **more)
-    return make_private(run, Asked(), SIZES, PrivacyConfig(noise=NOISE, delta=DELTA))
+    return make_private(run, Asked(), SIZES, PrivacySettings(noise=NOISE, delta=DELTA))
 
 
 def epsilon_of_library(rankings: int, steps: int, examples: int) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from partita.core.client_noise import ClientNoise
 from partita.core.client_rule import PrivacyRelease
-from partita.core.dp_settings import PrivacyError
+from partita.core.dp_settings import PrivacyError, PrivacySettings
 from partita.core.rng import Key
 from partita.core.secure_settings import SecureAggregation
 from partita.core.settings import Run, RunError
@@ -23,7 +23,7 @@ from partita.methods.fedavg import fedavg
 from partita.methods.fedpart import fedpart
 from partita.privacy.accountant import epsilon
 from partita.privacy.client_level import ClippedUpdates
-from partita.privacy.guard import PrivacyConfig, make_private
+from partita.privacy.guard import make_private
 from partita.privacy.noise_at_clients import (
     count_values,
     effective_noise,
@@ -236,7 +236,7 @@ def test_collusion_of_all_is_refused() -> None:
 def test_each_client_is_charged_for_the_rounds_in_which_it_was_asked(settings: SecureAggregation) -> None:
     run = toy_run(fedavg(), 4, cohort=4, secure_aggregation=settings)
     sizes = {f"c{number}": 8 for number in range(6)}
-    guard = make_private(run, toy_model(), sizes, PrivacyConfig("client", noise=3.0))
+    guard = make_private(run, toy_model(), sizes, PrivacySettings("client", noise=3.0))
     assert (guard.account.by, guard.run.hidden_cohorts, guard.run.drift) == ("rdp", False, False)
     assert guard.run.client_noise == ClientNoise(1.0, 3.0, 3)
     assert guard.run.method.transforms[0] == ClippedUpdates(1.0, 0.0, 4), "the server adds no noise"
@@ -258,21 +258,21 @@ def test_each_client_is_charged_for_the_rounds_in_which_it_was_asked(settings: S
 def test_noise_for_a_budget_is_found() -> None:
     run = toy_run(fedavg(), 4, cohort=4, secure_aggregation=SETTINGS)
     sizes = {f"c{number}": 8 for number in range(6)}
-    guard = make_private(run, toy_model(), sizes, PrivacyConfig("client", epsilon=5.0))
+    guard = make_private(run, toy_model(), sizes, PrivacySettings("client", epsilon=5.0))
     assert guard.planned is not None
     assert 4.9 < guard.planned <= 5.0
     coarse = replace(run, secure_aggregation=SecureAggregation(bits=32, collusion=0.0, max_value=1000.0))
-    rough = make_private(coarse, toy_model(), sizes, PrivacyConfig("client", epsilon=5.0))
+    rough = make_private(coarse, toy_model(), sizes, PrivacySettings("client", epsilon=5.0))
     assert rough.run.client_noise is not None
     assert guard.run.client_noise is not None
     assert rough.run.client_noise.noise >= guard.run.client_noise.noise
     with pytest.raises(PrivacyError, match="only 'rdp' bounds"):
-        make_private(run, toy_model(), sizes, PrivacyConfig("client", noise=3.0, accountant="pld"))
+        make_private(run, toy_model(), sizes, PrivacySettings("client", noise=3.0, accountant="pld"))
 
 
 def test_without_noise_epsilon_is_infinite() -> None:
     run = toy_run(fedavg(), 2, cohort=4, secure_aggregation=SETTINGS)
-    guard = make_private(run, toy_model(), {f"c{n}": 8 for n in range(6)}, PrivacyConfig("client", noise=0.0))
+    guard = make_private(run, toy_model(), {f"c{n}": 8 for n in range(6)}, PrivacySettings("client", noise=0.0))
     assert guard.planned == math.inf
     assert guard.run.client_noise is None
 

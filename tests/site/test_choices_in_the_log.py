@@ -9,9 +9,10 @@ import pytest
 from helpers import Clients, toy_run
 
 from partita.core.client_rule import PrivacyRelease
+from partita.core.dp_settings import PrivacySettings
 from partita.core.plan import RoundInfo, plan_for
 from partita.methods.safl import safl
-from partita.privacy.guard import PrivacyConfig, make_private
+from partita.privacy.guard import make_private
 from partita.privacy.spending import releases_of
 from partita.site.consent import LEFT, History, JobConsent
 from partita.testing.toy import ToyTransformer
@@ -28,7 +29,7 @@ def line(kind: str, number: int, experiment: str = MINE) -> dict[str, Any]:
 
 def choices_charged(lines: list[dict[str, Any]], number: int, every: int = 3, agree: bool = False) -> int:
     guard = make_private(
-        toy_run(safl(k=1, noise=2.0, probe=0.5, every=every, agree=agree), 9), MODEL, SIZES, PrivacyConfig(noise=1.0)
+        toy_run(safl(k=1, noise=2.0, probe=0.5, every=every, agree=agree), 9), MODEL, SIZES, PrivacySettings(noise=1.0)
     )
     plan = plan_for(guard.run.method.plan, MODEL, RoundInfo(number, 9, "a"))
     terms: Any = SimpleNamespace(

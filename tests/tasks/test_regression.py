@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification, BertConfig, BertModel
 
 from partita.core.data import Batch, ClientData
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.model import Model, Output
 from partita.core.optim import SGD
 from partita.core.rng import Key, seeded
@@ -200,7 +200,7 @@ def test_ghost_clipping_sums_the_clipped_gradients_of_examples() -> None:
         loss = model.losses(model(trainable, inputs), targets).sum()
         return loss, loss
 
-    private, mask = DPSGDSettings(clip=12.0, noise=0.0), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
+    private, mask = PrivacySettings(clip=12.0, noise=0.0), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
     wanted, _ = clipped_sum(one, params, batch.inputs, batch.targets, mask, private)
     found, _, norms = ghost_sum(losses, params, mask, 6, private)
     assert norms.min() < 12 < norms.max(), "some are clipped and some are not"

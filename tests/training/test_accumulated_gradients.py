@@ -11,7 +11,7 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.batch_schedule import count_steps
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.settings import RunError, Training
@@ -95,6 +95,6 @@ def test_padding_has_no_weight() -> None:
 
 
 def test_accumulation_is_refused_with_dp_sgd() -> None:
-    private = Method("private", privacy=DPSGDSettings(1.0, 1.0))
+    private = Method("private", privacy=PrivacySettings(clip=1.0, noise=1.0))
     with pytest.raises(RunError, match=r"training\.accumulate is 2 and privacy\.unit is .*raise training\.batch_size"):
         toy_run(private, accumulate=2)

@@ -14,7 +14,7 @@ from helpers import Clients, final_params, max_difference, play, toy_model, toy_
 
 from partita.core import tensors
 from partita.core.client import ClientError
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.rng import Key
 from partita.core.settings import Run
@@ -26,10 +26,10 @@ from partita.training.cuda_graphs import GraphCache, GraphedSteps
 from partita.training.ghost_layers import GhostError
 from partita.training.step_noise import StepNoise
 
-ONLY_NOISE = DPSGDSettings(clip=1e-12, noise=1e11)  # whatever the examples are, the released sums are the noise
+ONLY_NOISE = PrivacySettings(clip=1e-10, noise=1e9)  # whatever the examples are, the released sums are the noise
 
 
-def private_run(settings: DPSGDSettings, method: str = "fedavg", **more: Any) -> Run:
+def private_run(settings: PrivacySettings, method: str = "fedavg", **more: Any) -> Run:
     return toy_run(replace(build(method), privacy=settings), **{"steps": 6, "count": 2, **more})
 
 
@@ -63,7 +63,7 @@ def test_captured_steps_release_the_noise_of_eager_steps_bit_for_bit(
 @pytest.mark.parametrize("block", [1, 2])
 @pytest.mark.parametrize("method", ["fedavg", "fedprox"])
 def test_captured_steps_equal_eager_steps_to_rounding(clipping: Any, block: int, method: str) -> None:
-    run = private_run(DPSGDSettings(0.3, 0.0, clipping=clipping), method, steps=8, count=1)
+    run = private_run(PrivacySettings(clip=0.3, noise=0.0, clipping=clipping), method, steps=8, count=1)
     recorder = ReplayingRecorder()
     captured = final_params(play(run, tiny_model("Bert"), TextClients(), block=block, graphs=GraphCache(recorder)))
     assert recorder.recorded
@@ -88,7 +88,10 @@ def test_a_step_whose_noise_was_not_drawn_ends_the_run(
             draw(self, trainable, keys)
 
     monkeypatch.setattr(StepNoise, "draw", forget)
-    run, cache = private_run(DPSGDSettings(0.5, 1.0), count=1), GraphCache(ReplayingRecorder()) if graphs else None
+    run, cache = (
+        private_run(PrivacySettings(clip=0.5, noise=1.0), count=1),
+        GraphCache(ReplayingRecorder()) if graphs else None,
+    )
     with pytest.raises(ClientError, match="not finite"):
         play(run, toy_model(), Clients(a=8, b=8), block=block, graphs=cache)
 
@@ -125,7 +128,7 @@ def test_a_draw_for_fewer_clients_leaves_no_noise_for_the_others() -> None:
 @pytest.mark.slow
 def test_few_graphs_serve_poisson_batches_of_all_sizes() -> None:
     """About 64 examples a batch, with a standard deviation of 7; without padding, there would be a shape per size."""
-    run = private_run(DPSGDSettings(0.5, 1.0, microbatch=8), batch_size=64, steps=40, count=1)
+    run = private_run(PrivacySettings(clip=0.5, noise=1.0, microbatch=8), batch_size=64, steps=40, count=1)
     recorder = ReplayingRecorder()
     cache = GraphCache(recorder)
     play(run, toy_model(), Clients(a=400), graphs=cache)
@@ -154,7 +157,10 @@ def test_a_failed_check_of_norms_leaves_the_captured_ghost_steps(monkeypatch: py
 
     monkeypatch.setattr(private_gradients, "check_norms", failing)
     monkeypatch.setattr(private_gradients, "clipped_sum", counted)
-    run, recorder = private_run(DPSGDSettings(0.3, 0.5, sampling="shuffle"), steps=6, count=2), ReplayingRecorder()
+    run, recorder = (
+        private_run(PrivacySettings(clip=0.3, noise=0.5, sampling="shuffle"), steps=6, count=2),
+        ReplayingRecorder(),
+    )
     play(run, tiny_model("Bert"), TextClients(), graphs=GraphCache(recorder))
     assert len(checks) == 4, "each phase checks on its own"
     assert recorder.recorded == 2 * 2, "batches of four and of two examples, with ghost norms and directly"
@@ -165,7 +171,7 @@ def test_a_failed_check_of_norms_leaves_the_captured_ghost_steps(monkeypatch: py
 @pytest.mark.parametrize("block", [1, 3])
 def test_captured_steps_of_groups_equal_eager_steps(block: int) -> None:
     """Batches are padded in the number of groups."""
-    settings = DPSGDSettings(0.5, 0.0, groups=True)
+    settings = PrivacySettings(clip=0.5, noise=0.0, unit="group", group="patient")
     run, hospitals = (
         private_run(settings, batch_size=16, steps=8, count=1),
         Hospitals(a=[2] * 30, b=[2] * 20, c=[2] * 9),
@@ -180,7 +186,7 @@ def test_captured_steps_of_groups_equal_eager_steps(block: int) -> None:
 @pytest.mark.parametrize("block", [1, 2])
 def test_a_private_run_with_graphs_resumes_bit_for_bit(block: int) -> None:
     """After a resume the first steps run eagerly again, where the uninterrupted run replays graphs."""
-    run, clients = private_run(DPSGDSettings(0.5, 0.8), count=4), Clients(a=8, b=12)
+    run, clients = private_run(PrivacySettings(clip=0.5, noise=0.8), count=4), Clients(a=8, b=12)
     whole = play(run, toy_model(), clients, block=block, graphs=GraphCache(ReplayingRecorder()))
     again = ReplayingRecorder()
     resumed = play(run, toy_model(), clients, whole[1].server, 2, block=block, graphs=GraphCache(again))
@@ -194,7 +200,7 @@ def test_settings_of_privacy_have_graphs_of_their_own() -> None:
     cache, ended = GraphCache(ReplayingRecorder()), []
     model = toy_model()
     for clip in (0.1, 0.4):
-        run = private_run(DPSGDSettings(clip, 0.0), count=1)
+        run = private_run(PrivacySettings(clip=clip, noise=0.0), count=1)
         ended.append(final_params(play(run, model, Clients(a=8), graphs=cache)))
         assert max_difference(ended[-1], final_params(play(run, model, Clients(a=8)))) < 1e-6
     assert max_difference(*ended) > 1e-3

@@ -12,7 +12,7 @@ import torch
 from architecture_fixtures import ThreeClients, make_case, make_model
 from helpers import SMALL_TASK, SMALL_VIT, Clients, final_params, max_difference, play, toy_model, toy_run
 
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.model import TagError
 from partita.core.optim import SGD
@@ -49,7 +49,7 @@ def test_blocks_and_accumulated_batches_equal_single_clients() -> None:
 @pytest.mark.parametrize("clipping", ["direct", "ghost"])
 def test_private_gradients_have_smoothed_labels(clipping: Any) -> None:
     """With a clip that never applies and no noise, DP-SGD is plain training. Clients have one batch of all examples."""
-    private = Method("private", privacy=DPSGDSettings(clip=1e3, noise=0.0, clipping=clipping, sampling="shuffle"))
+    private = Method("private", privacy=PrivacySettings(clip=1e3, noise=0.0, clipping=clipping, sampling="shuffle"))
     model = make_model("bert-text", ("embedding",))
     runs = [toy_run(method, 1, SGD(0.9), dropout=False, label_smoothing=0.2) for method in (private, fedavg())]
     ours, plain = (final_params(play(run, model, ThreeClients(CASE))) for run in runs)
@@ -66,7 +66,7 @@ def test_numbers_out_of_range_are_refused() -> None:
     with pytest.raises(OptionError, match=r"training.class_weights is \(1.0, 0.0\); it must be a table, each a number"):
         Training(class_weights=(1.0, 0.0))
     with pytest.raises(RunError, match=r"training\.class_weights is \[1\.0, 2\.0\] and privacy\.unit is 'example'"):
-        toy_run(Method("private", privacy=DPSGDSettings(clip=1.0, noise=1.0)), 1, class_weights=(1.0, 2.0))
+        toy_run(Method("private", privacy=PrivacySettings(clip=1.0, noise=1.0)), 1, class_weights=(1.0, 2.0))
 
 
 def test_models_with_a_loss_of_their_own_refuse_smoothing() -> None:

@@ -19,7 +19,7 @@ from helpers import Clients, max_difference, small_config, toy_model, toy_run
 from torch import Tensor
 
 from partita import AdamW
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.noise import add_noise, add_noise_once, gaussian_noise
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, rounds
@@ -209,7 +209,7 @@ def test_gpu_noise_equals_cpu_noise() -> None:
 
 @pytest.mark.gpu
 def test_private_round_on_a_gpu_matches_a_cpu_up_to_rounding() -> None:
-    run, clients = toy_run(replace(fedavg(), privacy=DPSGDSettings(clip=0.5, noise=0.8)), lr=1.0), Clients(a=8, b=12)
+    run, clients = toy_run(replace(fedavg(), privacy=PrivacySettings(clip=0.5, noise=0.8)), lr=1.0), Clients(a=8, b=12)
     ends = []
     for device in ("cpu", "cuda"):
         model = toy_model()
@@ -253,7 +253,7 @@ def test_noise_is_added_on_a_gpu_as_on_a_cpu_and_then_gone(std: float) -> None:
 @pytest.mark.parametrize("block", [1, 2])
 def test_captured_private_steps_match_eager_ones_on_a_gpu(block: int, clipping: Any, precision: Any) -> None:
     """The released sums are rounded to a grid, so most of them are equal."""
-    settings = DPSGDSettings(0.3, 0.5, clipping=clipping)
+    settings = PrivacySettings(clip=0.3, noise=0.5, clipping=clipping)
     run = toy_run(replace(fedavg(), privacy=settings), count=2, steps=8, precision=precision)
     ends = []
     for graphs in (choose_graphs(True, False, torch.device("cuda")), None):

@@ -16,12 +16,13 @@ from partita.core.client import ClientState, adaptation_round, begin_round
 from partita.core.client_rule import ClientRule, Context, GradientAt, LayerSelection, PrivacyRelease
 from partita.core.compose import compose
 from partita.core.data import ClientData, Examples
-from partita.core.dp_settings import DPSGDSettings, PrivacyError
+from partita.core.dp_settings import PrivacyError, PrivacySettings
 from partita.core.method import Method
 from partita.core.method_error import MethodError
 from partita.core.model import Model, Output
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.optim import SGD, AdamW
+from partita.core.options import OptionError
 from partita.core.plan import Phase, Plan
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job
@@ -40,14 +41,14 @@ from partita.training.client_axis import VmapError
 from partita.training.dp_sgd import clipped_sum
 from partita.training.local_training import train_clients
 
-NOISY = DPSGDSettings(clip=0.5, noise=0.8)
-WITHOUT_CLIP_OR_NOISE = DPSGDSettings(
+NOISY = PrivacySettings(clip=0.5, noise=0.8)
+WITHOUT_CLIP_OR_NOISE = PrivacySettings(
     clip=float("inf"), noise=0.0, sampling="shuffle"
 )  # no privacy, but through the private code path
 
 
-def with_dp_sgd(method: Method, privacy_config: DPSGDSettings = NOISY) -> Method:
-    return replace(method, privacy=privacy_config)
+def with_dp_sgd(method: Method, privacy: PrivacySettings = NOISY) -> Method:
+    return replace(method, privacy=privacy)
 
 
 def example_loss(model: Model):  # type: ignore[no-untyped-def]
@@ -69,7 +70,7 @@ def test_clipped_sum_equals_a_micro_batch_loop(clip: float, chunk: int | None) -
         batch.inputs,
         batch.targets,
         None,
-        DPSGDSettings(clip, 0.0, microbatch=chunk),
+        PrivacySettings(clip=clip, noise=0.0, microbatch=chunk),
     )
     assert max_difference(found, wanted) < 1e-5
     assert torch.allclose(losses, model.losses(model(model.initial, batch.inputs), batch.targets), atol=1e-6)
@@ -113,7 +114,7 @@ def test_clipped_sum_matches_opacus() -> None:
         task = functional.cross_entropy(out, targets)
         return task, task
 
-    found, _ = clipped_sum(loss, params, {"tokens": tokens}, targets, None, DPSGDSettings(clip, 0.0))
+    found, _ = clipped_sum(loss, params, {"tokens": tokens}, targets, None, PrivacySettings(clip=clip, noise=0.0))
     assert max_difference(found, wanted) < 1e-5
 
 
@@ -156,8 +157,8 @@ def noisy_zeros(like: Tensors, key: Key, std: float) -> Tensors:
 
 def test_noise_follows_the_key_of_client_round_step_and_name() -> None:
     """With gradients clipped to almost zero, an update is the sum of the noise draws."""
-    privacy_config = DPSGDSettings(clip=1e-9, noise=3e8)
-    run, model, clients = toy_run(with_dp_sgd(fedavg(), privacy_config), lr=1.0, steps=2), toy_model(), Clients(a=8)
+    privacy = PrivacySettings(clip=1e-9, noise=3e8)
+    run, model, clients = toy_run(with_dp_sgd(fedavg(), privacy), lr=1.0, steps=2), toy_model(), Clients(a=8)
     [first, *_] = play(run, model, clients)
     key = run.key / "round" / 0 / "client" / "a" / "noise" / 0
     drawn = [noisy_zeros(model.initial, key / step, 3e8 * 1e-9) for step in range(2)]
@@ -218,8 +219,8 @@ def test_dp_sgd_leaves_frozen_names_without_noise() -> None:
 
 def test_penalty_without_data_is_not_clipped() -> None:
     """Away from the anchor the penalty acts at full strength, however small the clip of the examples is."""
-    privacy_config = DPSGDSettings(clip=1e-12, noise=0.0, sampling="shuffle")
-    run = toy_run(with_dp_sgd(fedprox(mu=0.5), privacy_config), lr=0.1)
+    privacy = PrivacySettings(clip=1e-12, noise=0.0, sampling="shuffle")
+    run = toy_run(with_dp_sgd(fedprox(mu=0.5), privacy), lr=0.1)
     away = {name: value + 1.0 for name, value in toy_model().initial.items()}
     [learned] = train_clients(
         run,
@@ -251,12 +252,11 @@ def begin_client_round(run, client: str = "a", size: int = 8):  # type: ignore[n
 def test_per_example_penalty_is_clipped() -> None:
     rule = MoonClient(1.0, 0.5)
     plain, ours = (
-        toy_run(Method("moon", client_rules=(rule,), privacy=privacy_config))
-        for privacy_config in (None, WITHOUT_CLIP_OR_NOISE)
+        toy_run(Method("moon", client_rules=(rule,), privacy=privacy)) for privacy in (None, WITHOUT_CLIP_OR_NOISE)
     )
     model, clients = toy_model(), Clients(a=8, b=4)
     assert max_difference(final_params(play(plain, model, clients)), final_params(play(ours, model, clients))) < 1e-6
-    tight = toy_run(Method("moon", client_rules=(rule,), privacy=DPSGDSettings(1e-9, 0.0)))
+    tight = toy_run(Method("moon", client_rules=(rule,), privacy=PrivacySettings(clip=1e-9, noise=0.0)))
     assert max_difference(final_params(play(tight, model, clients)), model.initial) < 1e-6
 
 
@@ -349,7 +349,7 @@ def test_nan_examples_do_not_make_a_private_round_non_finite() -> None:
 
 
 def test_adaptation_for_evaluation_adds_no_noise() -> None:
-    loud = DPSGDSettings(clip=1.0, noise=1e6)
+    loud = PrivacySettings(clip=1.0, noise=1e6)
     runs = [toy_run(fedavg()), toy_run(with_dp_sgd(fedavg(), loud))]
     model = toy_model()
     results = []
@@ -417,12 +417,16 @@ def test_vmap_error_over_examples_names_the_precision_setting() -> None:
         ({"clip": 0.0}, "privacy.clip is 0"),
         ({"noise": -1.0}, "privacy.noise is -1"),
         ({"clip": float("inf")}, "no noise is enough"),
+        ({"clip": float("inf"), "noise": None, "epsilon": 2.0}, "no noise is enough"),
+        ({"clip": float("nan")}, "privacy.clip is nan"),
+        ({"noise": float("inf")}, "privacy.noise is inf"),
+        ({"clipping": "ghosts"}, "privacy.clipping is 'ghosts'"),
         ({"microbatch": 0}, "privacy.microbatch is 0"),
     ],
 )
 def test_invalid_dp_sgd_settings_are_refused(wrong: dict[str, float], said: str) -> None:
-    with pytest.raises(PrivacyError, match=said):
-        DPSGDSettings(**{"clip": 1.0, "noise": 1.0, **wrong})  # type: ignore[arg-type]
+    with pytest.raises((OptionError, PrivacyError), match=said):
+        PrivacySettings(**{"clip": 1.0, "noise": 1.0, **wrong})  # type: ignore[arg-type]
 
 
 def test_gradient_clip_together_with_dp_sgd_is_refused() -> None:
@@ -469,7 +473,7 @@ def test_clipped_sum_is_divided_by_the_expected_batch_size(size: int, together: 
 
     The noise is divided by the same number, so a wrong divisor would change the step size.
     """
-    run = toy_run(with_dp_sgd(fedavg(), DPSGDSettings(clip=0.5, noise=0.0)), lr=1.0, steps=1)
+    run = toy_run(with_dp_sgd(fedavg(), PrivacySettings(clip=0.5, noise=0.0)), lr=1.0, steps=1)
     each = begin_client_round(run, size=size)
     learned, *_ = train_clients(run, [each, begin_client_round(run, size=9)] if together else [each])
     batch = each.examples.take(each.schedules[0].order)
@@ -495,11 +499,11 @@ def linear_loss(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[T
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_infinite_and_nan_gradients_are_left_out_of_the_clipped_sum(wrong: float, chunk: int | None) -> None:
     trainable, x = {"w": torch.ones(1, 3)}, torch.arange(12.0).reshape(4, 3)
-    privacy_config = DPSGDSettings(clip=0.5, noise=0.0, microbatch=chunk)
-    wanted, _ = clipped_sum(linear_loss, trainable, {"x": x[[0, 1, 3]]}, torch.zeros(3), None, privacy_config)
+    privacy = PrivacySettings(clip=0.5, noise=0.0, microbatch=chunk)
+    wanted, _ = clipped_sum(linear_loss, trainable, {"x": x[[0, 1, 3]]}, torch.zeros(3), None, privacy)
     x[2, 1] = wrong
     for mask in (None, torch.ones(4)):
-        found, _ = clipped_sum(linear_loss, trainable, {"x": x}, torch.zeros(4), mask, privacy_config)
+        found, _ = clipped_sum(linear_loss, trainable, {"x": x}, torch.zeros(4), mask, privacy)
         assert max_difference(found, wanted) < 1e-6
 
 
@@ -516,7 +520,7 @@ def test_microbatch_bounds_the_gradients_held_at_once() -> None:
     for chunk, wanted in ((None, 1), (5, 1), (4, 2), (2, 3), (1, 5)):
         calls = 0
         clipped_sum(
-            counted, trainable, {"x": x}, torch.zeros(5), None, DPSGDSettings(clip=0.5, noise=0.0, microbatch=chunk)
+            counted, trainable, {"x": x}, torch.zeros(5), None, PrivacySettings(clip=0.5, noise=0.0, microbatch=chunk)
         )
         assert calls == wanted, chunk
 
@@ -532,11 +536,9 @@ def test_released_sum_keeps_its_dtype(kind: torch.dtype) -> None:
 def test_mask_is_split_with_its_microbatches() -> None:
     trainable, x = {"w": torch.ones(1, 3)}, torch.arange(15.0).reshape(5, 3)
     mask = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])
-    privacy_config = DPSGDSettings(clip=0.5, noise=0.0)
-    wanted, _ = clipped_sum(linear_loss, trainable, {"x": x[mask.bool()]}, torch.zeros(3), None, privacy_config)
-    found, _ = clipped_sum(
-        linear_loss, trainable, {"x": x}, torch.zeros(5), mask, replace(privacy_config, microbatch=2)
-    )
+    privacy = PrivacySettings(clip=0.5, noise=0.0)
+    wanted, _ = clipped_sum(linear_loss, trainable, {"x": x[mask.bool()]}, torch.zeros(3), None, privacy)
+    found, _ = clipped_sum(linear_loss, trainable, {"x": x}, torch.zeros(5), mask, replace(privacy, microbatch=2))
     assert max_difference(found, wanted) < 1e-6
 
 

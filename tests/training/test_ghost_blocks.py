@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from partita.core.data import Batch, ClientData
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.model import HeadOutput, Model
 from partita.core.rng import Key, seeded
@@ -33,7 +33,7 @@ from partita.training.dp_sgd import gradient_of_one
 from partita.training.ghost_clipping import ghost_sum
 from partita.training.ghost_layers import GhostError
 
-CLIP = DPSGDSettings(clip=1.0, noise=0.0)
+CLIP = PrivacySettings(clip=1.0, noise=0.0)
 
 
 def params_of(model: Model, seed: int) -> Tensors:
@@ -117,7 +117,7 @@ def test_a_block_is_clipped_as_its_clients_by_hand(
 @pytest.mark.slow
 @pytest.mark.parametrize("clipping", ["ghost", "direct"])
 def test_a_run_in_a_block_equals_one_by_one(clipping: Any) -> None:
-    run = toy_run(replace(build("fedprox"), privacy=DPSGDSettings(0.3, 0.0, clipping=clipping)), count=2)
+    run = toy_run(replace(build("fedprox"), privacy=PrivacySettings(clip=0.3, noise=0.0, clipping=clipping)), count=2)
     model = tiny_model("Bert", ())
     alone, together = (final_params(play(run, model, TextClients(), block=block)) for block in (1, 2))
     assert max_difference(alone, together) < 1e-5
@@ -171,7 +171,7 @@ def test_factors_on_a_base_in_half_precision_are_clipped(block: int) -> None:
     model, method = writer(torch.bfloat16)
     ends = []
     for clipping in ("direct", "ghost"):
-        settings = DPSGDSettings(0.1, 0.0, clipping=clipping)  # type: ignore[arg-type]
+        settings = PrivacySettings(clip=0.1, noise=0.0, clipping=clipping)  # type: ignore[arg-type]
         ends.append(final_params(play(toy_run(replace(method, privacy=settings), 2), model, Writers(), block=block)))
     moved = max_difference(ends[0], model.initial)
     assert max_difference(*ends) < 0.05 * moved
@@ -185,7 +185,7 @@ def test_language_models_with_a_frozen_head_compute_no_logits_of_a_whole_batch(
     model, method = writer()
     ends = []
     for clipping in ("direct", "ghost"):
-        settings = DPSGDSettings(0.1, 0.0, clipping=clipping)  # type: ignore[arg-type]
+        settings = PrivacySettings(clip=0.1, noise=0.0, clipping=clipping)  # type: ignore[arg-type]
         if clipping == "ghost":
             monkeypatch.setattr(chunked_loss, "FEW", 0)
             monkeypatch.setattr(HeadOutput, "logits", None)
@@ -364,7 +364,7 @@ def test_other_uses_are_refused(use: Callable[[Tensors, Tensor], Tensor], why: s
 def test_wrong_norms_of_a_block_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     squares = ghost_layers._linear_squares
     monkeypatch.setattr(ghost_layers, "_linear_squares", lambda *given: 0.5 * squares(*given))
-    run = toy_run(replace(build("fedavg"), privacy=DPSGDSettings(0.3, 0.5, clipping="ghost")), count=1)
+    run = toy_run(replace(build("fedavg"), privacy=PrivacySettings(clip=0.3, noise=0.5, clipping="ghost")), count=1)
     for block in (1, 2):
         with pytest.raises(
             VmapError, match="the norms computed from its layers differ from the norms of its gradients"
@@ -385,6 +385,8 @@ def test_norms_are_checked_in_the_first_step_that_uses_them(monkeypatch: pytest.
 
     monkeypatch.setattr(private_gradients, "check_norms", counted)
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 4 * size)
-    run = toy_run(replace(build("fedavg"), privacy=DPSGDSettings(0.3, 0.5)), count=1, steps=12, batch_size=4)
+    run = toy_run(
+        replace(build("fedavg"), privacy=PrivacySettings(clip=0.3, noise=0.5)), count=1, steps=12, batch_size=4
+    )
     play(run, model, TextClients())
     assert calls == [2, 2], "once for each of the two clients"

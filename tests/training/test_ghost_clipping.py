@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from partita.core.data import Batch, ClientData
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.model import Model, Output
 from partita.core.tensors import Tensors
 from partita.methods import build
 from partita.methods.fedavg import fedavg
-from partita.privacy.guard import PrivacyConfig
 from partita.training import private_gradients
 from partita.training.client_axis import VmapError
 from partita.training.dp_sgd import clipped_sum, per_example_gradients
@@ -51,7 +50,7 @@ def test_ghost_sum_and_norms_equal_per_example_gradients(kind: str, tags: tuple[
     rest = {name: value for name, value in params.items() if name not in trainable}
     loss = example_loss(model, rest)
     _, norms, losses = per_example_gradients(loss, trainable, batch.inputs, batch.targets)
-    private, mask = DPSGDSettings(clip=float(norms.median()), noise=0.0), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
+    private, mask = PrivacySettings(clip=float(norms.median()), noise=0.0), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
     wanted, _ = clipped_sum(loss, trainable, batch.inputs, batch.targets, mask, private)
     found, same, read = ghost_sum(
         lambda trainable: model.losses(model({**rest, **trainable}, batch.inputs), batch.targets),
@@ -96,13 +95,13 @@ def test_ghost_norms_cover_embeddings_and_both_linear_formulas(width: int) -> No
         model.initial,
         None,
         4,
-        DPSGDSettings(1.0, 0.0),
+        PrivacySettings(clip=1.0, noise=0.0),
     )
     assert torch.allclose(read, norms, rtol=1e-5)
 
 
 def final_params_with(norms: str, noise: float = 0.5) -> Tensors:
-    method = replace(build("fedprox"), privacy=DPSGDSettings(0.3, noise, clipping=norms))  # type: ignore[arg-type]
+    method = replace(build("fedprox"), privacy=PrivacySettings(clip=0.3, noise=noise, clipping=norms))  # type: ignore[arg-type]
     return final_params(play(toy_run(method, count=2), tiny_model("Bert"), TextClients()))
 
 
@@ -123,7 +122,7 @@ def test_layer_without_ghost_norms_is_refused_or_clipped_directly(monkeypatch: p
     """The toy model uses its embedding in a matmul, which has no ghost norm."""
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 0)
     direct, auto, ghost = (
-        replace(fedavg(), privacy=DPSGDSettings(0.3, 0.5, clipping=norms))  # type: ignore[arg-type]
+        replace(fedavg(), privacy=PrivacySettings(clip=0.3, noise=0.5, clipping=norms))  # type: ignore[arg-type]
         for norms in ("direct", "auto", "ghost")
     )
     played = [final_params(play(toy_run(method, count=1), toy_model(), Clients(a=8))) for method in (direct, auto)]
@@ -132,7 +131,9 @@ def test_layer_without_ghost_norms_is_refused_or_clipped_directly(monkeypatch: p
         play(toy_run(ghost), toy_model(), Clients(a=8))
     with pytest.raises(VmapError, match=r"'embed.weight' is used by .*matmul.*; set it to 'direct'"):
         play(toy_run(ghost), toy_model(), Clients(a=8, b=8), block=2)
-    moon = Method("moon", client_rules=build("moon").client_rules, privacy=DPSGDSettings(1.0, 1.0, clipping="ghost"))
+    moon = Method(
+        "moon", client_rules=build("moon").client_rules, privacy=PrivacySettings(clip=1.0, noise=1.0, clipping="ghost")
+    )
     with pytest.raises(VmapError, match=r"privacy\.clipping = 'direct'"):
         play(toy_run(moon), toy_model(), Clients(a=8))
 
@@ -140,7 +141,7 @@ def test_layer_without_ghost_norms_is_refused_or_clipped_directly(monkeypatch: p
 def run_ghost_sum(use) -> None:  # type: ignore[no-untyped-def]
     trainable = {"w": torch.randn(3, 3, generator=torch.Generator().manual_seed(0)), "b": torch.ones(3)}
     given = torch.ones(4, 3)
-    ghost_sum(lambda trainable: use(trainable, given), trainable, None, 4, DPSGDSettings(1.0, 0.0))
+    ghost_sum(lambda trainable: use(trainable, given), trainable, None, 4, PrivacySettings(clip=1.0, noise=0.0))
 
 
 def test_unsupported_parameter_uses_are_refused() -> None:
@@ -161,7 +162,7 @@ def test_unsupported_parameter_uses_are_refused() -> None:
         trainable,
         None,
         2,
-        DPSGDSettings(1.0, 0.0),
+        PrivacySettings(clip=1.0, noise=0.0),
     )[2]
     with pytest.raises(GhostError, match="differ from the norms of its gradients"):
         check_norms(loss_mixing_examples, trainable, inputs, torch.zeros(2), norms, 1e-2)
@@ -177,7 +178,7 @@ def test_inspected_parameters_and_unused_outputs_are_accepted() -> None:
         functional.linear(given, trainable["unused"])
         return functional.linear(given, weight).sum(1) * weight.size(0) * weight.dim() * len(weight) / weight.shape[0]
 
-    total, _, norms = ghost_sum(losses, trainable, None, 4, DPSGDSettings(1e6, 0.0))
+    total, _, norms = ghost_sum(losses, trainable, None, 4, PrivacySettings(clip=1e6, noise=0.0))
     expected = 6 * given.unsqueeze(1).expand(4, 3, 3)  # 3 * 2 * 3 / 3 times the input, in every row of the weight
     assert torch.allclose(total["w"], expected.sum(0))
     assert torch.allclose(norms, expected.flatten(1).norm(dim=1))
@@ -192,7 +193,7 @@ def loss_mixing_examples(trainable: Tensors, inputs: Tensors, targets: Tensor) -
 
 def test_ghost_clipping_with_client_level_privacy_is_refused() -> None:
     with pytest.raises(ValueError, match=r"privacy\.clipping is about a client's examples"):
-        PrivacyConfig("client", noise=1.0, clipping="ghost")
+        PrivacySettings("client", noise=1.0, clipping="ghost")
 
 
 class SumOfTokens(Model):
@@ -240,7 +241,7 @@ def test_infinite_gradient_is_left_out_with_every_clipping(
 ) -> None:
     """The sum covers the other examples only. With ghost clipping the norm is infinity times the other token."""
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 0)
-    private = DPSGDSettings(0.5, 0.0, sampling="shuffle", clipping=norms)  # type: ignore[arg-type]
+    private = PrivacySettings(clip=0.5, noise=0.0, sampling="shuffle", clipping=norms)  # type: ignore[arg-type]
     run = toy_run(replace(fedavg(), privacy=private), count=1, lr=1.0, batch_size=6, steps=1)
     order = (run.key / "round" / 0 / "client" / "a" / "batches" / 0 / 0).permutation(6)
     wrong = int(order[place])
@@ -278,7 +279,7 @@ def test_ghost_sum_of_an_unused_parameter_is_zero() -> None:
         trainable,
         None,
         4,
-        DPSGDSettings(clip=1e3, noise=0.0),
+        PrivacySettings(clip=1e3, noise=0.0),
     )
     assert torch.equal(total["spare"], torch.zeros(4))
     assert torch.allclose(total["w"], x.sum(0).expand(2, 3))

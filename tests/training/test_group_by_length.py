@@ -20,6 +20,7 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.client import ClientError, ClientState, adaptation_round, begin_round
+from partita.core.dp_settings import PrivacySettings
 from partita.core.optim import SGD
 from partita.core.plan import Phase
 from partita.core.rounds import initial_server, make_job, rounds
@@ -29,7 +30,7 @@ from partita.experiment.builder import build
 from partita.experiment.config import parse
 from partita.experiment.runner import resume, start
 from partita.methods.fedavg import fedavg
-from partita.privacy.guard import PrivacyConfig, make_private
+from partita.privacy.guard import make_private
 from partita.training.cuda_graphs import GraphCache
 
 TEXTS = TextClients()
@@ -170,10 +171,14 @@ def test_task_without_texts_is_refused_when_it_is_built() -> None:
 
 @pytest.mark.parametrize(
     "privacy",
-    [PrivacyConfig(noise=1.0), PrivacyConfig(noise=1.0, sampling="shuffle"), PrivacyConfig("group", "p", noise=1.0)],
+    [
+        PrivacySettings(noise=1.0),
+        PrivacySettings(noise=1.0, sampling="shuffle"),
+        PrivacySettings("group", "p", noise=1.0),
+    ],
     ids=["example", "shuffled", "group"],
 )
-def test_dp_sgd_is_refused(privacy: PrivacyConfig) -> None:
+def test_dp_sgd_is_refused(privacy: PrivacySettings) -> None:
     """The accounting is for batches that do not depend on the examples."""
     sizes = {client: len(TEXTS[client].train) for client in TEXTS.clients}
     with pytest.raises(RunError, match=r"training\.group_by_length is true and privacy\.unit is"):
@@ -184,7 +189,9 @@ def test_dp_sgd_is_refused(privacy: PrivacyConfig) -> None:
 def test_client_level_privacy_is_accepted() -> None:
     """It hides a whole client, whatever this does with its examples."""
     sizes = {client: len(TEXTS[client].train) for client in TEXTS.clients}
-    guard = make_private(grouped_run(count=1), long_bert(), sizes, PrivacyConfig("client", noise=1.0, accountant="rdp"))
+    guard = make_private(
+        grouped_run(count=1), long_bert(), sizes, PrivacySettings("client", noise=1.0, accountant="rdp")
+    )
     assert guard.run.training.group_by_length
     [played] = play(guard.run, long_bert(), TEXTS)
     assert set(played.cohort) == set(TEXTS.clients)

@@ -15,9 +15,10 @@ from scipy.stats import binom
 from torch import Tensor
 
 from partita.core.client import ClientState, begin_round, finish_round
-from partita.core.dp_settings import DPSGDSettings, PrivacyError
+from partita.core.dp_settings import PrivacyError, PrivacySettings
 from partita.core.group_units import GroupUnits, group_units, number_groups
 from partita.core.method_error import MethodError
+from partita.core.options import OptionError
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job
 from partita.core.settings import Run
@@ -29,11 +30,15 @@ from partita.training.batching import collate
 from partita.training.dp_sgd import clipped_sum
 from partita.training.local_training import train_clients
 
-SETTINGS = DPSGDSettings(clip=0.5, noise=0.8, groups=True)
+SETTINGS = PrivacySettings(clip=0.5, noise=0.8, unit="group", group="patient")
 QUIET = replace(SETTINGS, noise=0.0)
 
 
-def group_run(settings: DPSGDSettings = SETTINGS, count: int = 2, **more: Any) -> Run:
+def by_example(settings: PrivacySettings) -> PrivacySettings:
+    return replace(settings, unit="example", group=None)
+
+
+def group_run(settings: PrivacySettings = SETTINGS, count: int = 2, **more: Any) -> Run:
     return toy_run(replace(fedavg(), privacy=settings), count, **more)
 
 
@@ -81,13 +86,11 @@ def norm(grads: Tensors) -> float:
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
 def test_groups_of_one_example_are_examples_bit_for_bit(block: int, sampling: Any) -> None:
     hospitals = Hospitals(a=[1] * 12, b=[1] * 7, c=[1] * 3)
-    by_group, by_example = (
-        final_params(
-            play(group_run(replace(SETTINGS, groups=groups, sampling=sampling), 3), toy_model(), hospitals, block=block)
-        )
-        for groups in (True, False)
+    groups, examples = (
+        final_params(play(group_run(replace(settings, sampling=sampling), 3), toy_model(), hospitals, block=block))
+        for settings in (SETTINGS, by_example(SETTINGS))
     )
-    assert max_difference(by_group, by_example) == 0
+    assert max_difference(groups, examples) == 0
 
 
 def test_a_block_of_clients_computes_what_single_clients_compute() -> None:
@@ -124,7 +127,7 @@ def test_replacing_a_unit_moves_the_sum_by_at_most_two_clips_and_removing_it_by_
 ) -> None:
     """By brute force: every unit, a group or an example, alone and padded beside a larger client in one block."""
     examples, clip, groups = patients("a", [4, 1, 20, 2] if kind == "groups" else [1] * 4), 0.3, kind == "groups"
-    settings = replace(QUIET, clip=clip, groups=groups, microbatch=microbatch)
+    settings = replace(QUIET if groups else by_example(QUIET), clip=clip, microbatch=microbatch)
     run = group_run(settings, batch_size=4, steps=1)
     beside = [("b", patients("b", [30, 2, 3, 1] if groups else [1] * 9))] if padded else []
 
@@ -279,10 +282,10 @@ def test_examples_without_groups_are_refused() -> None:
 
 
 def test_settings_of_groups_are_checked() -> None:
-    with pytest.raises(PrivacyError, match="max_per_group is 0"):
-        DPSGDSettings(1.0, 1.0, groups=True, max_per_group=0)
+    with pytest.raises(OptionError, match="max_per_group is 0"):
+        PrivacySettings(clip=1.0, noise=1.0, unit="group", group="patient", max_per_group=0)
     with pytest.raises(PrivacyError, match="'ghost', which computes the norms of single examples"):
-        DPSGDSettings(1.0, 1.0, clipping="ghost", groups=True)
+        PrivacySettings(clip=1.0, noise=1.0, clipping="ghost", unit="group", group="patient")
 
 
 def test_rules_whose_noise_hides_single_examples_are_refused() -> None:

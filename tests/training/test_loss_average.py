@@ -8,7 +8,7 @@ from architecture_fixtures import ThreeClients, make_case
 from helpers import Clients, final_params, max_difference, play, toy_model, toy_run
 
 from partita.core.data import IGNORE_INDEX
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.optim import SGD
 from partita.core.settings import RunError, Training
@@ -58,6 +58,6 @@ def test_contradictory_settings_are_refused() -> None:
     with pytest.raises(
         RunError, match=r"training\.loss_average is 'tokens' and .*DP-SGD clips the gradient of each example"
     ):
-        toy_run(Method("private", privacy=DPSGDSettings(clip=1.0, noise=1.0)), 1, loss_average="tokens")
+        toy_run(Method("private", privacy=PrivacySettings(clip=1.0, noise=1.0)), 1, loss_average="tokens")
     with pytest.raises(RunError, match="the task has no labels of tokens"):
         play(toy_run(fedavg(), 1, loss_average="tokens"), toy_model(), Clients(a=4))

@@ -15,7 +15,7 @@ from helpers import OPTIMIZERS, max_difference, play, toy_model, toy_run
 from text_fixtures import TextClients, long_bert
 
 from partita.core.client_rule import ClientRule, Context
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.rng import Key
@@ -36,7 +36,7 @@ from partita.training.cuda_graphs import GraphCache
 BATCH, LR = 6, 2**-4  # the rate of a captured step is float32
 # In steps: 5, 4, 3, 3, 2, 1, 1. After the first step, five of seven clients go on, and six are computed.
 SIZES = {"a": 2, "b": 14, "c": 25, "d": 9, "e": 19, "f": 13, "g": 4}
-NOISY = DPSGDSettings(clip=0.5, noise=0.8)
+NOISY = PrivacySettings(clip=0.5, noise=0.8)
 
 
 def unequal_federation() -> Federation:

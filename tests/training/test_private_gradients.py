@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from partita.core.client_rule import ClientRule, Context
 from partita.core.data import Batch
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.model import Model, Output
 from partita.core.noise import add_noise, gaussian_noise
@@ -35,7 +35,7 @@ from partita.training.private_gradients import PrivateGradients
 
 MODEL = Line()
 CLIP = 0.75
-QUIET = DPSGDSettings(clip=CLIP, noise=0.0, clipping="direct")
+QUIET = PrivacySettings(clip=CLIP, noise=0.0, clipping="direct")
 MASK = torch.tensor([1.0, 0.0, 1.0, 1.0])
 
 
@@ -63,7 +63,7 @@ class Slope(ClientRule):
 
 
 def make_estimator(
-    settings: DPSGDSettings = QUIET,
+    settings: PrivacySettings = QUIET,
     clients: int = 1,
     rules: tuple[ClientRule, ...] = (),
     model: Model = MODEL,
@@ -117,7 +117,7 @@ def test_private_gradient_is_the_clipped_sum_over_the_expected_batch(
 ) -> None:
     """Some of these gradients are above the clip and some are below it. One of the parameters is a scalar."""
     batch = line_batch(4, mask)
-    settings = DPSGDSettings(CLIP, 0.0, clipping="direct", microbatch=microbatch)
+    settings = PrivacySettings(clip=CLIP, noise=0.0, clipping="direct", microbatch=microbatch)
     grads, task = estimate(make_estimator(settings, sources=[NoiseSource(Key(0), 5)]), batch)
     assert_close(grads, {name: value / 5 for name, value in clipped(batch, CLIP).items()})
     losses = line_errors(MODEL.initial, batch).square() / 2
@@ -157,7 +157,7 @@ def test_penalties_are_clipped_only_if_they_read_examples() -> None:
 
 @pytest.mark.parametrize("clients", [1, 2])
 def test_noise_is_drawn_for_each_step_and_client_at_noise_times_clip(clients: int) -> None:
-    settings, quiet = DPSGDSettings(CLIP, 2.0, clipping="direct"), make_estimator(clients=clients)
+    settings, quiet = PrivacySettings(clip=CLIP, noise=2.0, clipping="direct"), make_estimator(clients=clients)
     loud = make_estimator(settings, clients)
     batch = line_batch(4)
     params = MODEL.initial
@@ -180,7 +180,7 @@ def test_noise_is_drawn_for_each_step_and_client_at_noise_times_clip(clients: in
 @pytest.mark.parametrize("clients", [1, 2])
 def test_a_new_phase_has_its_own_noise_and_batch_sizes_in_the_same_tensors(clients: int) -> None:
     """A captured step reads these tensors by address."""
-    loud = make_estimator(DPSGDSettings(CLIP, 2.0, clipping="direct"), clients)
+    loud = make_estimator(PrivacySettings(clip=CLIP, noise=2.0, clipping="direct"), clients)
     params, batch, dims = MODEL.initial, line_batch(4), [0, None, None, None, None, 0, 0, None]
     if clients > 1:
         params = {name: torch.stack([value] * clients) for name, value in params.items()}
@@ -198,7 +198,7 @@ def test_a_new_phase_has_its_own_noise_and_batch_sizes_in_the_same_tensors(clien
     loud.begin(sources)
     again, _ = take_step(loud, params, values, dims, clients)
     assert addresses() == before
-    fresh = make_estimator(DPSGDSettings(CLIP, 2.0, clipping="direct"), clients, sources=sources)
+    fresh = make_estimator(PrivacySettings(clip=CLIP, noise=2.0, clipping="direct"), clients, sources=sources)
     torch.testing.assert_close(again, take_step(fresh, params, values, dims, clients)[0], rtol=0, atol=0)
     assert all(not torch.equal(first[name], again[name]) for name in first)
 
@@ -211,7 +211,7 @@ def test_ghost_clipping_gives_the_same_gradient_as_direct_clipping(mask: Tensor 
     batch, model = line_batch(4, mask), Layer()
     expected = {name: value / 4 for name, value in clipped(batch, CLIP).items()}
     for clipping in ("direct", "ghost"):
-        estimator = make_estimator(DPSGDSettings(CLIP, 0.0, clipping=clipping), model=model)  # type: ignore[arg-type]
+        estimator = make_estimator(PrivacySettings(clip=CLIP, noise=0.0, clipping=clipping), model=model)  # type: ignore[arg-type]
         assert_close(estimate(estimator, batch)[0], expected)
 
 
@@ -232,13 +232,15 @@ def test_ghost_clipping_gives_the_same_gradient_as_direct_clipping(mask: Tensor 
 def test_ghost_clipping_needs_a_loss_without_per_example_penalty(
     clipping: Any, clients: int, rules: tuple[ClientRule, ...], ghost: bool
 ) -> None:
-    assert make_estimator(DPSGDSettings(CLIP, 0.0, clipping=clipping), clients, rules).ghost == ghost
+    assert make_estimator(PrivacySettings(clip=CLIP, noise=0.0, clipping=clipping), clients, rules).ghost == ghost
 
 
 @pytest.mark.parametrize("clients", [1, 2])
 def test_required_ghost_clipping_is_refused_where_it_is_not_possible(clients: int) -> None:
     with pytest.raises(VmapError, match=r"the task's loss only.*; set privacy\.clipping = 'direct'$"):
-        make_estimator(DPSGDSettings(CLIP, 0.0, clipping="ghost"), clients, (Slope(1.0, per_example=True),))
+        make_estimator(
+            PrivacySettings(clip=CLIP, noise=0.0, clipping="ghost"), clients, (Slope(1.0, per_example=True),)
+        )
 
 
 class GhostCalls:
@@ -262,7 +264,7 @@ class GhostCalls:
 
 def test_ghost_norms_are_checked_on_few_examples_in_the_first_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = GhostCalls(monkeypatch)
-    estimator = make_estimator(DPSGDSettings(CLIP, 0.0, clipping="ghost"), model=Layer())
+    estimator = make_estimator(PrivacySettings(clip=CLIP, noise=0.0, clipping="ghost"), model=Layer())
     for _ in range(3):
         estimate(estimator, line_batch(4))
     assert calls.checked == [(CHECKED_EXAMPLES, CHECKED_EXAMPLES)]
@@ -276,28 +278,28 @@ def test_auto_clipping_uses_ghost_norms_above_the_threshold(
     """Four examples times three parameters."""
     calls = GhostCalls(monkeypatch)
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", threshold)
-    estimate(make_estimator(DPSGDSettings(CLIP, 0.0, clipping="auto"), model=Layer()), line_batch(4))
+    estimate(make_estimator(PrivacySettings(clip=CLIP, noise=0.0, clipping="auto"), model=Layer()), line_batch(4))
     assert calls.sums == sums
 
 
 def test_direct_clipping_never_uses_ghost_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = GhostCalls(monkeypatch)
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 0)
-    estimate(make_estimator(DPSGDSettings(CLIP, 0.0, clipping="direct"), model=Layer()), line_batch(4))
+    estimate(make_estimator(PrivacySettings(clip=CLIP, noise=0.0, clipping="direct"), model=Layer()), line_batch(4))
     assert calls.sums == 0
 
 
 def test_unsupported_model_is_clipped_directly_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line uses its parameters in a matmul, which has no ghost norm."""
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 0)
-    estimator, batch = make_estimator(DPSGDSettings(CLIP, 0.0, clipping="auto")), line_batch(4)
+    estimator, batch = make_estimator(PrivacySettings(clip=CLIP, noise=0.0, clipping="auto")), line_batch(4)
     assert estimator.ghost
     assert_close(estimate(estimator, batch)[0], {name: value / 4 for name, value in clipped(batch, CLIP).items()})
     assert not estimator.ghost
 
 
 def test_unsupported_model_is_refused_if_ghost_clipping_is_required() -> None:
-    estimator = make_estimator(DPSGDSettings(CLIP, 0.0, clipping="ghost"))
+    estimator = make_estimator(PrivacySettings(clip=CLIP, noise=0.0, clipping="ghost"))
     with pytest.raises(VmapError, match=r"'ghost', but line with m does not support it: '.' is used by") as caught:
         estimate(estimator, line_batch(4))
     assert isinstance(caught.value.__cause__, GhostError)
@@ -308,7 +310,7 @@ def test_example_with_an_infinite_gradient_is_left_out(clipping: Any) -> None:
     """Beyond the examples that are checked, so that the sum of the whole batch must notice."""
     batch = line_batch(4)
     batch.inputs["x"][3, 0] = float("inf")
-    found, _ = estimate(make_estimator(DPSGDSettings(CLIP, 0.0, clipping=clipping), model=Layer()), batch)
+    found, _ = estimate(make_estimator(PrivacySettings(clip=CLIP, noise=0.0, clipping=clipping), model=Layer()), batch)
     batch = line_batch(4, torch.tensor([1.0, 1.0, 1.0, 0.0]))
     assert_close(found, {name: value / 4 for name, value in clipped(batch, CLIP).items()})
 
@@ -324,7 +326,7 @@ def test_forward_pass_runs_in_half_precision_and_sums_in_float32(clipping: Any) 
             seen.append((out.logits.dtype, torch.is_autocast_cache_enabled()))
             return Output(out.logits.float())
 
-    settings = DPSGDSettings(CLIP, 0.0, clipping=clipping)
+    settings = PrivacySettings(clip=CLIP, noise=0.0, clipping=clipping)
     batch = line_batch(4)
     found, _ = estimate(make_estimator(settings, model=Watched(), precision="bfloat16"), batch)
     assert seen[-1] == (torch.bfloat16, False)
@@ -389,7 +391,7 @@ def test_examples_of_a_model_that_vmap_cannot_lift_are_clipped_one_by_one(
         for name, grad in zip(leaves, found, strict=True):
             wanted[name] += grad * min(1.0, 0.1 / norms[-1]) / 4
     assert min(norms) > 0.1
-    estimator = make_estimator(DPSGDSettings(clip=0.1, noise=0.0, clipping=clipping), model=model)
+    estimator = make_estimator(PrivacySettings(clip=0.1, noise=0.0, clipping=clipping), model=model)
     grads, _ = estimate(estimator, batch)
     torch.testing.assert_close(grads, wanted, atol=1e-6, rtol=1e-4)
 
@@ -415,7 +417,7 @@ def test_the_model_is_asked_once_and_ghost_clipping_is_not_tried(
     monkeypatch.setattr(private_gradients, "ghost_sum", None)
     monkeypatch.setattr(torch, "vmap", None)
     model = Unliftable()
-    estimator = make_estimator(DPSGDSettings(CLIP, 0.0, clipping=clipping), model=model)
+    estimator = make_estimator(PrivacySettings(clip=CLIP, noise=0.0, clipping=clipping), model=model)
     for _ in range(2):
         grads, _ = estimate(estimator, line_batch())
         expected = {name: value / 4 for name, value in clipped(line_batch(), CLIP).items()}
@@ -434,6 +436,8 @@ def test_a_block_does_not_ask_the_model() -> None:
 
 
 def test_ghost_clipping_stays_off_where_a_rule_forbids_it() -> None:
-    estimator = make_estimator(DPSGDSettings(CLIP, 0.0, clipping="auto"), rules=(Slope(1.0, per_example=True),))
+    estimator = make_estimator(
+        PrivacySettings(clip=CLIP, noise=0.0, clipping="auto"), rules=(Slope(1.0, per_example=True),)
+    )
     estimate(estimator, line_batch())
     assert not estimator.ghost

@@ -15,7 +15,7 @@ from torch import Tensor
 from partita.core.client import ClientState, begin_round
 from partita.core.client_rule import ClientRule, Context
 from partita.core.data import EXAMPLE_SEEDS, Batch, ClientData
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.keyed_bits import example_seeds
 from partita.core.method import Method
 from partita.core.model import Output
@@ -169,7 +169,7 @@ def test_worker_processes_draw_the_same_masks() -> None:
 
 
 def private_run(clipping: str, microbatch: int | None = None) -> Run:
-    settings = DPSGDSettings(clip=1e3, noise=0.0, clipping=clipping, microbatch=microbatch, sampling="shuffle")  # type: ignore[arg-type]
+    settings = PrivacySettings(clip=1e3, noise=0.0, clipping=clipping, microbatch=microbatch, sampling="shuffle")  # type: ignore[arg-type]
     return toy_run(Method("private", privacy=settings), 1, SGD(0.9), batch_size=4)
 
 
@@ -221,8 +221,8 @@ class Watching(ClientRule):
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("privacy", [None, DPSGDSettings(clip=1.0, noise=0.0)])
-def test_rules_see_the_batch_without_seeds(privacy: DPSGDSettings | None) -> None:
+@pytest.mark.parametrize("privacy", [None, PrivacySettings(clip=1.0, noise=0.0)])
+def test_rules_see_the_batch_without_seeds(privacy: PrivacySettings | None) -> None:
     """So what a rule computes with other parameters, such as MOON's reference features, has no dropout."""
     Watching.seen.clear()
     method = Method("watching", client_rules=(Watching(),), privacy=privacy)

@@ -20,7 +20,7 @@ from partita.core.batch_schedule import BatchSchedule
 from partita.core.client import ClientState, Job, LocalResult, begin_round
 from partita.core.client_rule import ClientRule, Context
 from partita.core.data import IGNORE_INDEX, Batch
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.optim import SGD
@@ -42,7 +42,7 @@ from partita.training.batching import collate, iterate_batches
 from partita.training.local_training import group_key, train_clients
 
 HEAD = frozenset({"head.weight"})
-NOISY = DPSGDSettings(clip=0.5, noise=0.8)
+NOISY = PrivacySettings(clip=0.5, noise=0.8)
 
 
 BATCH = 6
@@ -169,7 +169,7 @@ def test_overlapping_phases_train_in_blocks_as_alone(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("private", [None, NOISY], ids=["open", "private"])
-def test_each_client_of_a_block_learns_from_its_own_rows(private: DPSGDSettings | None) -> None:
+def test_each_client_of_a_block_learns_from_its_own_rows(private: PrivacySettings | None) -> None:
     """Parameters, losses, steps and deltas are those of a single client, in any block order."""
     run, model = make_run(replace(build("fedavg"), privacy=private), 1, epochs=2), Float64Model(toy_model())
     visits = [

@@ -23,7 +23,7 @@ from partita.core.batch_schedule import (
 )
 from partita.core.client_rule import ClientRule, Context, ForbiddenData, overrides
 from partita.core.data import Batch, Examples
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.group_units import group_units
 from partita.core.method_error import MethodError
 from partita.core.model import Model
@@ -108,7 +108,7 @@ class ClientRound:
     schedules: tuple[BatchSchedule, ...]
     key: Key
     metrics: Mapping[str, float] = field(default_factory=dict)
-    dp_settings: DPSGDSettings | None = None
+    dp_settings: PrivacySettings | None = None
     start: Tensors = field(default_factory=dict)
     optimizer: Slots = field(default_factory=dict)
 
@@ -233,7 +233,7 @@ def begin_round(
     ctx = replace(ctx, notes={**notes, **started}, shared_key=None)
     dp_settings = run.method.privacy
     poisson = dp_settings is not None and dp_settings.sampling == "poisson"
-    if dp_settings is not None and dp_settings.groups and len(examples):
+    if dp_settings is not None and dp_settings.group and len(examples):
         examples = group_units(examples, dp_settings.max_per_group, key / "members")
     schedules = _batch_schedules(
         run, job, plan, examples, key, poisson_batches if poisson else shuffled_batches, fraction

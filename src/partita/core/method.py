@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from partita.core.client_rule import ClientRule, overrides
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.personal_copy import PlanWithCopy
@@ -57,12 +57,13 @@ class Method:
         extend: Adds the method's own parameters to the model. Called once, before the run.
         shape: Returns the model as one client runs it in one round, if not all clients run the whole model.
         clients: The clients that the method's options name. They must exist in the population.
-        privacy: Example-level differential privacy of local training; None for none.
+        privacy: Differential privacy of local training, by example or by group, with its noise; None for none.
 
     Raises:
         MethodError: If a slot has an invalid name or two owners, if two rules override `step_gradient`, if the method
             has both personal copies and `adapt`, if the server rule counts steps and a client rule is proximal, or if
-            it has example-level privacy and a rule overrides `step_gradient` or reads examples without a `release`.
+            it has example-level privacy and a rule overrides `step_gradient` or reads examples without a `release`, or
+            if `privacy` hides clients or has a budget, which only `make_private` can keep.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Method:
     extend: Extension | None = None
     shape: Callable[[Model, RoundInfo], Model] | None = None
     clients: Names = NO_NAMES
-    privacy: DPSGDSettings | None = None
+    privacy: PrivacySettings | None = None
 
     def __post_init__(self) -> None:
         owners: dict[str, str] = {}
@@ -106,13 +107,18 @@ class Method:
                 f"{self.name}: its clients start from an optimizer state that the server sends, so they cannot keep "
                 "their own; leave out training.keep_optimizer, or the method that keeps it"
             )
+        if self.privacy and (self.privacy.unit == "client" or self.privacy.epsilon is not None):
+            raise MethodError(
+                f"{self.name}: a method only adds noise to the gradients of examples or groups; to set privacy.unit = "
+                "'client' or privacy.epsilon, use make_private"
+            )
         for rule in self.client_rules:
             if self.privacy and rule.uses_data and rule.release is None:
                 raise MethodError(
                     f"{self.name}: {type(rule).__name__} starts or selects by a client's examples and adds no noise; "
                     "with privacy, add noise, or start and select without reading examples"
                 )
-            if self.privacy and self.privacy.groups and rule.uses_data:
+            if self.privacy and self.privacy.group and rule.uses_data:
                 raise MethodError(
                     f"{self.name}: the noise of {type(rule).__name__} hides single examples, not groups of them; with "
                     "privacy.unit = 'group', start and select without reading examples"

@@ -281,8 +281,7 @@ class Run:
         if key == "[secure_aggregation]":
             return self.secure_aggregation
         if key == UNIT:
-            by_example = self.method.privacy and ("group" if self.method.privacy.groups else "example")
-            return "client" if self.hides_clients else by_example
+            return "client" if self.hides_clients else self.method.privacy and self.method.privacy.unit
         table, _, name = key.partition(".")
         return getattr(getattr(self, table), name)
 

@@ -123,7 +123,7 @@ def failures(findings: Findings) -> list[str]:
 def _with_groups(experiment: Experiment, column: str | None) -> Experiment:
     """Return the experiment with the groups of a column. Nothing else changes, so the run is the same."""
     federation, guard = experiment.federation, experiment.guard
-    if column is None or (guard is not None and guard.privacy_config.group == column):
+    if column is None or (guard is not None and guard.privacy.group == column):
         return experiment
     if federation.groups is not None:
         raise PrivacyError(f"the run has the groups of another column; leave --group {column} out")
@@ -207,7 +207,7 @@ def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Find
         experiment, CanaryPopulation(experiment.federation, canaries), not _trusts_server(experiment)
     )
     included = canaries.included
-    delta = DELTA if guard is None else guard.privacy_config.delta
+    delta = DELTA if guard is None else guard.privacy.delta
     assert delta is not None
     scores, bound = best_guesses(-losses[np.newaxis] if _trusts_server(experiment) else update_scores, included, delta)
     attacks = {**attacks, "canaries": roc(scores[included], scores[~included]).about()}
@@ -244,4 +244,4 @@ def _train_with_canaries(
 
 def _trusts_server(experiment: Experiment) -> bool:
     """Return whether the guarantee trusts the server: client-level privacy covers its output, not single updates."""
-    return experiment.guard is not None and experiment.guard.privacy_config.unit == "client"
+    return experiment.guard is not None and experiment.guard.privacy.unit == "client"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from partita import data, methods, models
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.options import (
     Option,
@@ -54,7 +55,6 @@ from partita.experiment.trusted_code import check_trusted
 from partita.models.adapter_options import TABLE as ADAPTER_TABLE
 from partita.models.adapter_options import AdapterOptions, adapter_options
 from partita.models.from_task import check_path
-from partita.privacy.guard import PrivacyConfig
 from partita.record import file_names
 
 
@@ -84,7 +84,7 @@ _TABLES = {
     "evaluate": EvaluateConfig,
     "checkpoint": CheckpointConfig,
     "track": TrackConfig,
-    "privacy": PrivacyConfig,
+    "privacy": PrivacySettings,
     "secure_aggregation": SecureAggregation,
     "stop": StopConfig,
 }

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tomli_w
 
+from partita.core.dp_settings import PrivacySettings
 from partita.core.method import Method
 from partita.core.options import (
     MAX_NUMBER,
@@ -27,7 +28,6 @@ from partita.core.sampling import Uniform
 from partita.core.secure_settings import SecureAggregation
 from partita.core.settings import FederationSettings, Run, Training
 from partita.experiment.config_code import portable, references_in
-from partita.privacy.guard import PrivacyConfig
 
 Table = Mapping[str, Any]
 CODE = "code"  # the table of a recorded config with the digests of the user's own code
@@ -190,7 +190,7 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
-    privacy: PrivacyConfig | None = None
+    privacy: PrivacySettings | None = None
     secure_aggregation: SecureAggregation | None = None
     stop: StopConfig | None = None
     code: Mapping[str, str] = field(default_factory=dict)  # digest of each file or module of the user's own code

@@ -41,7 +41,7 @@ def check(experiment: Experiment, planned: int, folder: Path) -> None:
     before, guard = build_run(
         shorter, build_method(config.method), experiment.model, experiment.federation, Key(config.seed), after.secret
     )
-    noises = [each.privacy_config.noise if each else None for each in (guard, experiment.guard)]
+    noises = [each.privacy.noise if each else None for each in (guard, experiment.guard)]
     with run_folder.expect_format(folder / file_names.ROWS):
         rows = list(islice(run_folder.read_rows(folder), run_folder.saved_rounds(folder)))
         reason = (

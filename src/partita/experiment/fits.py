@@ -92,7 +92,8 @@ def _check_method(config: Config, method: Method) -> None:
         check_method(method)
     if config.privacy is not None:
         # The protocol needs the size of a cohort, which depends on the data.
-        protect(replace(run, secure_aggregation=None), config.privacy, 1, config.privacy.noise or 0.0)
+        known = replace(config.privacy, noise=config.privacy.noise or 0.0)
+        protect(replace(run, secure_aggregation=None), known, 1)
 
 
 def _packed(parts: Parts) -> bool:

@@ -96,7 +96,7 @@ def log_round(
         row["alarms"] = {kind: text for alarms in raised for kind, text in alarms.items()}
     if experiment.guard is None:
         return row
-    private = experiment.guard.privacy_config
+    private = experiment.guard.privacy
     return withhold(row, private.unit, private.disclose_validation)
 
 
@@ -328,9 +328,7 @@ def _spending(experiment: Experiment, result: RoundResult, signal: Mapping[str, 
     guard.charge(result.number, result.cohort, signal, result.population)
     spent = guard.spent()
     finite = spent is not None and math.isfinite(spent)
-    return {
-        "privacy": {"epsilon": spent if finite else None, "delta": guard.privacy_config.delta, "signal": dict(signal)}
-    }
+    return {"privacy": {"epsilon": spent if finite else None, "delta": guard.privacy.delta, "signal": dict(signal)}}
 
 
 def _rejections(experiment: Experiment, result: RoundResult) -> Row:

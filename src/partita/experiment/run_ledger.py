@@ -69,7 +69,7 @@ def open_ledger(experiment: Experiment, place: Path) -> RunLedger | None:
         return None
     ledger = Ledger.load(Path(config.engine.ledger))
     assert guard is not None  # a config with a ledger is private
-    ledger.check_unit(guard.privacy_config.unit, guard.privacy_config.group)
+    ledger.check_unit(guard.privacy.unit, guard.privacy.group)
     assert experiment.run.secret is not None  # the noise of a run that is not repeatable
     identity = (experiment.run.secret / "ledger" / str(place.resolve())).digest(8).hex()
     return RunLedger(ledger, guard, identity, shared_digest(config))

@@ -279,9 +279,9 @@ def _restore_spending(experiment: Experiment, guard: PrivacyGuard, folder: Path)
             "the same noise, the difference of two models would reveal the change"
         )
     noise = recorded["noise"]
-    if noise != guard.privacy_config.noise:
+    if noise != guard.privacy.noise:
         raise PrivacyError(
-            f"{folder} was started with noise {noise:g}, but now it would be {guard.privacy_config.noise:g}: has "
+            f"{folder} was started with noise {noise:g}, but now it would be {guard.privacy.noise:g}: has "
             "the data or dp-accounting changed? Restore the original versions, or start a new run in another folder "
             f"with privacy.noise = {noise:g}"
         )

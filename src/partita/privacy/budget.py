@@ -93,20 +93,17 @@ def forecast_run(guard: PrivacyGuard) -> Forecast:
     Raises:
         PrivacyError: If the number of examples or groups is not known for every client.
     """
-    run, privacy_config = guard.run, guard.privacy_config
+    run, privacy = guard.run, guard.privacy
     if guard.planned is None:
         raise PrivacyError(
-            f"the number of {privacy_config.unit}s is not known for every client here; give --{privacy_config.unit}s "
-            "instead"
+            f"the number of {privacy.unit}s is not known for every client here; give --{privacy.unit}s instead"
         )
     longer = replace(guard, run=replace(run, rounds=2 * run.rounds))
     bills = {"twice the rounds": longer.forecast(2 * run.rounds)}
-    if privacy_config.unit != "client":
+    if privacy.unit != "client":
         half = replace(run.training, batch_size=max(1, run.training.batch_size // 2))
         bills["half the batch"] = replace(guard, run=replace(run, training=half)).forecast(run.rounds)
-    return _forecast(
-        privacy_config.unit, guard.forecast, run.rounds, privacy_config.epsilon, privacy_config.noise, bills
-    )
+    return _forecast(privacy.unit, guard.forecast, run.rounds, privacy.epsilon, privacy.noise, bills)
 
 
 def _forecast(

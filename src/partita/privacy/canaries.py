@@ -13,7 +13,7 @@ from torch.nn import functional
 from partita.core.batch_schedule import count_steps
 from partita.core.client import ClientState, Job, client_params
 from partita.core.data import Batch, ClientData, Examples, Population, text_lengths
-from partita.core.dp_settings import DPSGDSettings, PrivacyError
+from partita.core.dp_settings import PrivacyError, PrivacySettings
 from partita.core.group_units import count_groups, groups_of, number_groups
 from partita.core.model import Model
 from partita.core.rng import Key
@@ -196,7 +196,7 @@ class Eavesdropper(Listener):
         _, params = client_params(self.run, self.model, job, ClientState())
         table = self.canary_population.table(job.client)
         private = self.run.method.privacy
-        units = count_groups(table) if private is not None and private.groups else len(table)
+        units = count_groups(table) if private is not None and private.group else len(table)
         scores = canary_scores(self.model, params, update.delta, table, self._strength(units), private)
         self.scores_by_client[job.client] = self.scores_by_client.get(job.client, torch.zeros(scores.shape)) + scores
 
@@ -207,7 +207,7 @@ class Eavesdropper(Listener):
             return 0.0
         steps = count_steps(units, training, None)
         share = min(1.0, training.batch_size / units)
-        return 4 * private.noise**2 / (share**2 * steps)
+        return 4 * private.known_noise**2 / (share**2 * steps)
 
     def scores(self) -> Array:
         """Return the scores, (trust, canary), in the order of `Canaries.included`.
@@ -226,7 +226,7 @@ def canary_scores(
     delta: Mapping[str, torch.Tensor],
     table: _CanaryExamples,
     noise: float,
-    private: DPSGDSettings | None,
+    private: PrivacySettings | None,
 ) -> torch.Tensor:
     """Score how much of a client's step each canary explains, by ridge regression on all units' gradients.
 
@@ -256,7 +256,7 @@ def canary_scores(
         )
     gradients = torch.cat(list(gradients_of(model, params, sorted(delta), table.all_examples())))  # (example, number)
     by_group = table.owners is not None
-    mean_of_group = by_group and private is not None and private.groups
+    mean_of_group = by_group and private is not None and private.group
     if mean_of_group:
         gradients = _by_group(table, gradients, mean=True)
     norms = gradients.norm(dim=1, keepdim=True)

@@ -6,14 +6,12 @@ import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from partita.core.client_rule import ClientRule, PrivacyRelease
-from partita.core.dp_settings import DPSGDSettings, PrivacyError
+from partita.core.dp_settings import PrivacyError, PrivacySettings
 from partita.core.method import Method
 from partita.core.model import Model
-from partita.core.options import Count, NotNegative, Positive, Range
 from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.rounds import initial_server
 from partita.core.settings import Run
@@ -27,73 +25,12 @@ ANY_CLIENT = "any client"  # key of the client-level ledger, which is the same f
 
 
 @dataclass(frozen=True)
-class PrivacyConfig:
-    """Privacy settings: a budget, for which the noise is computed, or the noise itself. With both, they are checked.
-
-    Raises:
-        PrivacyError: If there is neither a budget nor noise, or if settings are invalid or contradict each other.
-    """
-
-    unit: Annotated[
-        Literal["example", "group", "client"],
-        "whose presence is hidden: an example, all examples of a group such as a patient, or a client",
-    ] = "example"
-    group: Annotated[str | None, "column with the group of each row, such as `patient_id`; `group` only"] = None
-    max_per_group: Annotated[
-        Count | None, "examples of a group that take part in a round, a new draw in each; `group` only; left out: all"
-    ] = None
-    epsilon: Annotated[Positive | None, "budget; the noise is computed from it"] = None
-    noise: Annotated[NotNegative | None, "standard deviation of the noise, in multiples of the clip"] = None
-    delta: Annotated[
-        Annotated[float, Range(above=0, below=1)] | None,
-        "delta of the guarantee; must be well below 1 / number of examples, groups or clients",
-    ] = None
-    clip: Annotated[
-        float, Range(above=0, high=math.inf), "maximum norm of the gradient of an example or group, or of an update"
-    ] = 1.0
-    sampling: Annotated[Literal["poisson", "shuffle"], "`poisson` draws each example or group independently"] = (
-        "poisson"
-    )
-    clipping: Annotated[Literal["auto", "direct", "ghost"], "how per-example gradient norms are computed"] = "auto"
-    microbatch: Annotated[Count | None, "number of examples or groups whose gradients are held at once"] = None
-    accountant: Annotated[Literal["auto", "pld", "rdp"], "how epsilon is computed"] = "auto"
-    disclose_validation: Annotated[
-        bool, "clients report exact scores on their validation parts, which the guarantee does not cover"
-    ] = False
-    repeatable: Annotated[
-        bool, "draw noise from the seed, for research only: anyone can recompute it, so epsilon is only simulated"
-    ] = False
-
-    def __post_init__(self) -> None:
-        if self.epsilon is None and self.noise is None:
-            raise PrivacyError("privacy has neither epsilon nor noise; set a budget such as epsilon = 2.0")
-        if self.epsilon is not None and not 0 < self.epsilon < math.inf:
-            raise PrivacyError(f"privacy.epsilon is {self.epsilon}; it must be a number above 0")
-        if self.delta is not None and not 0 < self.delta < 1:
-            raise PrivacyError(f"privacy.delta is {self.delta}; it is a probability, such as 1e-5")
-        if (self.unit == "group") != (self.group is not None):
-            raise PrivacyError(
-                "privacy.unit is 'group', but privacy.group is not set; name the column with the group of each row, "
-                "such as group = 'patient_id'"
-                if self.group is None
-                else f"privacy.group is '{self.group}', but privacy.unit is '{self.unit}'; set unit = 'group', or "
-                "leave group out"
-            )
-        if self.max_per_group is not None and self.unit != "group":
-            raise PrivacyError("privacy.max_per_group is about groups; leave it out, or set unit = 'group'")
-        example_level = {"sampling": "poisson", "clipping": "auto", "microbatch": None, "disclose_validation": False}
-        for key, default in example_level.items() if self.unit == "client" else ():
-            if getattr(self, key) != default:
-                raise PrivacyError(f"privacy.{key} is about a client's examples; leave it out with unit = 'client'")
-
-
-@dataclass(frozen=True)
 class PrivacyGuard:
     """A run with its noise and its privacy budget."""
 
     run: Run
     model: Model
-    privacy_config: PrivacyConfig  # with noise and delta filled in
+    privacy: PrivacySettings  # with noise and delta filled in
     sizes: Mapping[str, int]  # training examples by client, or groups of them; 0: unknown here
     planned: float | None  # epsilon of all rounds with the cohorts as they will be drawn; None if a size is unknown
     account: PrivacySpending = field(repr=False, compare=False)  # what the clients have spent so far
@@ -106,7 +43,7 @@ class PrivacyGuard:
     @property
     def withholds_own_scores(self) -> bool:
         """Whether clients may not report scores of their own models: it covers those models or the test sets."""
-        return self.privacy_config.unit == "client" or self.run.method.adapt is not None
+        return self.privacy.unit == "client" or self.run.method.adapt is not None
 
     def charge(
         self, number: int, cohort: Collection[str], signal: Mapping[str, float], population: int | None = None
@@ -133,9 +70,9 @@ class PrivacyGuard:
         if not all(self.sizes.values()) and not self.account.of_clients:
             return None
         spent = self.account.epsilon()
-        if self.privacy_config.epsilon is not None and spent > self.privacy_config.epsilon:
+        if self.privacy.epsilon is not None and spent > self.privacy.epsilon:
             raise PrivacyError(
-                f"epsilon has reached {spent:.4g}, beyond the budget of {self.privacy_config.epsilon:g}: clients "
+                f"epsilon has reached {spent:.4g}, beyond the budget of {self.privacy.epsilon:g}: clients "
                 "were sampled more often than planned; the run stops here"
             )
         return spent
@@ -186,8 +123,8 @@ class PrivacyGuard:
             account.charge(client, releases_of(run, plan, self.sizes[client], number))
 
     def _sampling(self) -> str:
-        if self.privacy_config.unit != "client":
-            return self.privacy_config.sampling
+        if self.privacy.unit != "client":
+            return self.privacy.sampling
         return "known cohort" if self.run.secure_aggregation else "cohort"
 
     def planned_releases(self, rounds: int) -> Iterator[tuple[int, str, list[PrivacyRelease]]]:
@@ -211,96 +148,87 @@ class PrivacyGuard:
 
     def about(self) -> dict[str, Any]:
         """Return the privacy settings and the disclosure lists for the run's record."""
-        privacy_config = self.privacy_config
+        privacy = self.privacy
         return {
-            "unit": privacy_config.unit,
-            **({"group": privacy_config.group} if privacy_config.group else {}),
-            "budget": privacy_config.epsilon,
-            "delta": privacy_config.delta,
-            "noise": privacy_config.noise,
-            "clip": privacy_config.clip,
+            "unit": privacy.unit,
+            **({"group": privacy.group} if privacy.group else {}),
+            "budget": privacy.epsilon,
+            "delta": privacy.delta,
+            "noise": privacy.noise,
+            "clip": privacy.clip,
             "sampling": self._sampling(),
-            "noise_added": _noise_added(self.run, privacy_config.unit),
+            "noise_added": _noise_added(self.run, privacy.unit),
             "accountant": self.account.by,
-            "repeatable": privacy_config.repeatable,
+            "repeatable": privacy.repeatable,
             "planned": None if self.planned == math.inf else self.planned,
-            **disclosed(privacy_config.unit, privacy_config.disclose_validation),
+            **disclosed(privacy.unit, privacy.disclose_validation),
         }
 
 
-def protect(run: Run, privacy_config: PrivacyConfig, cohort: int, noise: float) -> Run:
-    """Return the run with its privacy, under this noise.
+def protect(run: Run, privacy: PrivacySettings, cohort: int) -> Run:
+    """Return the run with its privacy.
 
     Args:
         run: The run without privacy.
-        privacy_config: The settings.
+        privacy: The settings. Their budget is not checked here.
         cohort: The number of clients per round.
-        noise: The noise, in multiples of the clip.
 
     Raises:
         MethodError: If the method cannot be made private.
-        PrivacyError: If the noise does not fit the settings.
+        PrivacyError: If the noise is not known, or does not fit the settings.
     """
-    if privacy_config.unit == "client" and run.secure_aggregation is not None:
-        return protect_at_clients(run, cohort, privacy_config.clip, noise)
-    if privacy_config.unit == "client":
-        method = protect_clients(run.method, privacy_config.clip, noise, cohort)
+    if privacy.unit == "client" and run.secure_aggregation is not None:
+        return protect_at_clients(run, cohort, privacy.clip, privacy.known_noise)
+    if privacy.unit == "client":
+        method = protect_clients(run.method, privacy.clip, privacy.known_noise, cohort)
         # Drift is off because it is measured on updates before the noise.
         return replace(run, method=method, hidden_cohorts=True, drift=False)
-    private = DPSGDSettings(
-        privacy_config.clip,
-        noise,
-        privacy_config.sampling,
-        privacy_config.clipping,
-        privacy_config.microbatch,
-        privacy_config.unit == "group",
-        privacy_config.max_per_group,
-    )
-    return replace(run, method=replace(run.method, privacy=private))
+    by_step = replace(privacy, noise=privacy.known_noise, epsilon=None)  # the guard keeps the budget
+    return replace(run, method=replace(run.method, privacy=by_step))
 
 
-def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_config: PrivacyConfig) -> PrivacyGuard:
+def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy: PrivacySettings) -> PrivacyGuard:
     """Find the noise for the planned rounds, cohorts and steps, and make the run's method private.
 
     Args:
         run: The run without privacy.
         model: The model.
         sizes: Training examples by client, or groups of them under group-level privacy; 0 if unknown here.
-        privacy_config: The settings. Missing noise and delta are filled in.
+        privacy: The settings. Missing noise and delta are filled in.
 
     Raises:
         PrivacyError: If the noise cannot be found, or is too small for the budget.
         MethodError: If the method cannot be made private.
     """
-    of_clients = privacy_config.unit == "client"
+    of_clients = privacy.unit == "client"
     cohort = run.cohort_size(len(sizes))
     units = len(sizes) if of_clients else max(sizes.values())
-    delta = _delta(privacy_config, units)
+    delta = _delta(privacy, units)
     at_clients = of_clients and run.secure_aggregation is not None
-    if at_clients and privacy_config.accountant == "pld":  # a config with both is refused when it is read
+    if at_clients and privacy.accountant == "pld":  # a config with both is refused when it is read
         raise PrivacyError(
             "privacy.accountant is 'pld', but noise at the clients is a sum of discrete Gaussians, which only 'rdp' "
             "bounds; use that, or 'auto'"
         )
     by = (
-        privacy_config.accountant
-        if privacy_config.accountant != "auto"
+        privacy.accountant
+        if privacy.accountant != "auto"
         else "rdp"
         if at_clients or (of_clients and cohort < len(sizes))
         else "pld"
     )
     known = of_clients or all(sizes.values())
-    if privacy_config.noise is None and not known:
+    if privacy.noise is None and not known:
         raise PrivacyError(
-            f"privacy.epsilon needs the number of {privacy_config.unit}s of every client, which is not known here; "
+            f"privacy.epsilon needs the number of {privacy.unit}s of every client, which is not known here; "
             "find the noise with 'partita budget', and set privacy.noise"
         )
 
-    under = partial(protect, run, privacy_config, cohort)
-    trial_run = under(1.0 if privacy_config.noise is None else privacy_config.noise)
+    resolved = replace(privacy, delta=delta)
+    trial_run = protect(run, replace(resolved, noise=1.0) if resolved.noise is None else resolved, cohort)
     in_effect = noise_in_effect(trial_run, model, cohort) if trial_run.client_noise else None
     account = PrivacySpending(delta, by, of_clients, in_effect=in_effect)
-    trial = PrivacyGuard(trial_run, model, privacy_config, sizes, None, account)
+    trial = PrivacyGuard(trial_run, model, privacy, sizes, None, account)
     ahead = trial.forecast(run.rounds if known else 0)
     if (
         of_clients
@@ -313,18 +241,16 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
             "in every round; a method without such state needs less noise",
             stacklevel=2,
         )
-    noise = privacy_config.noise
-    if noise is None:
-        assert privacy_config.epsilon is not None
-        noise = find_noise(ahead, privacy_config.epsilon)
+    if resolved.noise is None and resolved.epsilon is not None:
+        resolved = replace(resolved, noise=find_noise(ahead, resolved.epsilon))
+    noise = resolved.known_noise
     planned = ahead.with_noise(noise).epsilon() if known else None
-    if planned is not None and privacy_config.epsilon is not None and planned > privacy_config.epsilon:
+    if planned is not None and privacy.epsilon is not None and planned > privacy.epsilon:
         raise PrivacyError(
             f"with privacy.noise {noise:g}, {run.rounds} rounds cost epsilon {planned:.4g}, but privacy.epsilon is "
-            f"{privacy_config.epsilon:g}; remove privacy.noise to have it computed"
+            f"{privacy.epsilon:g}; remove privacy.noise to have it computed"
         )
-    resolved = replace(privacy_config, noise=noise, delta=delta)
-    return PrivacyGuard(under(noise), model, resolved, sizes, planned, replace(account, bills={}))
+    return PrivacyGuard(protect(run, resolved, cohort), model, resolved, sizes, planned, replace(account, bills={}))
 
 
 def _noise_added(run: Run, unit: str) -> str:
@@ -348,13 +274,13 @@ def _keeps_state(method: Method, plans: Iterable[Plan]) -> bool:
     return remembers or method.carry_optimizer or any(plan.keep for plan in plans)
 
 
-def _delta(privacy_config: PrivacyConfig, units: int) -> float:
+def _delta(privacy: PrivacySettings, units: int) -> float:
     """Delta must be well below 1 / units: at 1 / units, releasing one unit in full would be allowed."""
-    if privacy_config.delta is None:
+    if privacy.delta is None:
         return min(1e-5, 0.1 / max(1, units))
-    if privacy_config.delta * units >= 1:
+    if privacy.delta * units >= 1:
         raise PrivacyError(
-            f"privacy.delta is {privacy_config.delta:g}, but with {units} {privacy_config.unit}s it must be well "
+            f"privacy.delta is {privacy.delta:g}, but with {units} {privacy.unit}s it must be well "
             f"below {1 / units:g}; otherwise one of them could be released in full"
         )
-    return privacy_config.delta
+    return privacy.delta

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from partita.core.batch_schedule import BatchSchedule
 from partita.core.client import ClientRound, ClientState, begin_round
 from partita.core.data import Population
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.model import Model
 from partita.core.rounds import make_job
 from partita.core.server_rule import Server
@@ -118,14 +118,14 @@ def check_examples(run: Run, model: Model, population: Population, server: Serve
         _grouped(run, [_shortened(client_round) for client_round in client_rounds[number]], block) for number in rounds
     ]
     checks = _check_clip(run, private, [group for groups in short for group in groups])
-    if private.noise:
+    if private.known_noise:
         streams = [stream for groups in short for group in groups for stream in _streams(run, private, group)]
-        checks += check_noise(streams, private.noise) if streams else []  # a plan may train nothing
+        checks += check_noise(streams, private.known_noise) if streams else []  # a plan may train nothing
     if private.sampling == "poisson":
         replicas = [
             _begin_client_round(run, model, population, server, *replica) for replica in _replicas(run, clients)
         ]
-        checks += _check_sampling(run, replicas, len(clients), "groups" if private.groups else "examples")
+        checks += _check_sampling(run, replicas, len(clients), "groups" if private.group else "examples")
     return checks
 
 
@@ -190,7 +190,7 @@ def _replay(run: Run, client_rounds: Sequence[ClientRound]) -> dict[tuple[str, i
     return recorder.gradients()
 
 
-def _without_noise(private: DPSGDSettings, client_rounds: Sequence[ClientRound]) -> list[ClientRound]:
+def _without_noise(private: PrivacySettings, client_rounds: Sequence[ClientRound]) -> list[ClientRound]:
     return [replace(client_round, dp_settings=replace(private, noise=0.0)) for client_round in client_rounds]
 
 
@@ -202,12 +202,12 @@ def _sizes(run: Run, client_rounds: Sequence[ClientRound]) -> dict[str, int]:
     }
 
 
-def _streams(run: Run, private: DPSGDSettings, client_rounds: Sequence[ClientRound]) -> list[Stream]:
+def _streams(run: Run, private: PrivacySettings, client_rounds: Sequence[ClientRound]) -> list[Stream]:
     noisy, clean = _replay(run, client_rounds), _replay(run, _without_noise(private, client_rounds))
     sizes, number = _sizes(run, client_rounds), client_rounds[0].job.round
     streams = []
     for (client, phase, step), grads in noisy.items():
-        unit = sizes[client] / (private.noise * private.clip)
+        unit = sizes[client] / (private.known_noise * private.clip)
         own = clean[client, phase, step]
         drawn = {name: (value.double() - own[name].double()) * unit for name, value in grads.items()}
         streams.append(stream_of(client, number, (phase, step), drawn))
@@ -320,7 +320,7 @@ def altered(model: Model, **methods: Callable[..., Any]) -> Model:
     return other
 
 
-def _check_clip(run: Run, private: DPSGDSettings, groups: Sequence[Sequence[ClientRound]]) -> list[Check]:
+def _check_clip(run: Run, private: PrivacySettings, groups: Sequence[Sequence[ClientRound]]) -> list[Check]:
     """Check how far one unit moves a sum: batches with and without their first unit, with a scaled-up loss."""
     largest, tried = 0.0, 0
     for group in groups:
@@ -343,7 +343,7 @@ def _check_clip(run: Run, private: DPSGDSettings, groups: Sequence[Sequence[Clie
             )
             largest = max(largest, moved**0.5 * sizes[where[0]] / private.clip)
             tried += 1
-    what = f"largest contribution of one {'group' if private.groups else 'example'} / clip"
+    what = f"largest contribution of one {'group' if private.group else 'example'} / clip"
     return [Check(what, 1.0, largest, float(largest <= OVER), tried)]
 
 

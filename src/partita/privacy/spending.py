@@ -40,11 +40,11 @@ def releases_of(run: Run, plan: Plan, units: int, number: int = 0) -> list[Priva
         steps = count_steps(units, run.training, phase.epochs)
         if private.sampling == "poisson":
             share = min(1.0, run.training.batch_size / units)
-            releases.append(PrivacyRelease(TRAINING, private.noise, share, steps))
+            releases.append(PrivacyRelease(TRAINING, private.known_noise, share, steps))
         else:
             # Each epoch uses every unit once, in disjoint batches. No amplification by shuffling is claimed.
             epochs = -(-steps // -(-units // run.training.batch_size))
-            releases.append(PrivacyRelease(TRAINING, private.noise, 1.0, epochs))
+            releases.append(PrivacyRelease(TRAINING, private.known_noise, 1.0, epochs))
     return releases
 
 

@@ -69,21 +69,21 @@ class Terms:
     def unit(self) -> str:
         """Whose presence is hidden by noise that is added at this site; "none" if no noise is."""
         guard = self.experiment.guard
-        if guard is None or (guard.privacy_config.unit == "client" and self.secure_aggregation is None):
+        if guard is None or (guard.privacy.unit == "client" and self.secure_aggregation is None):
             return "none"  # the server would add the noise, after it has seen the update
-        return guard.privacy_config.unit
+        return guard.privacy.unit
 
     @property
     def noise(self) -> float:
         """The noise in multiples of the clip; 0 if none is added here."""
         guard = self.experiment.guard
-        return 0.0 if guard is None or self.unit == "none" else guard.privacy_config.noise or 0.0
+        return 0.0 if guard is None or self.unit == "none" else guard.privacy.known_noise
 
     @property
     def simulated(self) -> bool:
         """Whether anyone who knows the config can compute the noise."""
         guard = self.experiment.guard
-        return guard is not None and guard.privacy_config.repeatable
+        return guard is not None and guard.privacy.repeatable
 
     @property
     def scores(self) -> bool:

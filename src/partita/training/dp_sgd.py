@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 
@@ -35,7 +35,7 @@ def clipped_sum(
     inputs: Tensors,
     targets: torch.Tensor,
     mask: torch.Tensor | None,
-    dp_settings: DPSGDSettings,
+    dp_settings: PrivacySettings,
     one_by_one: bool = False,
 ) -> tuple[Tensors, torch.Tensor]:
     """Sum the gradients of units, each clipped to norm `clip` over all names together.
@@ -56,7 +56,7 @@ def clipped_sum(
     losses: list[torch.Tensor] = []
     size = 1 if one_by_one else dp_settings.microbatch or len(targets)
     gradients = gradient_of_one if one_by_one else per_example_gradients
-    members = mask if dp_settings.groups else None
+    members = mask if dp_settings.group else None
     counts = unit_mask(mask, dp_settings)
     for start in range(0, len(targets), size):
         here = slice(start, start + size)
@@ -73,9 +73,9 @@ def clipped_sum(
     return total, torch.cat(losses)
 
 
-def unit_mask(mask: torch.Tensor | None, dp_settings: DPSGDSettings) -> torch.Tensor | None:
+def unit_mask(mask: torch.Tensor | None, dp_settings: PrivacySettings) -> torch.Tensor | None:
     """Return which units count, (..., unit): of groups, those with a member that counts. None if all count."""
-    return mask if mask is None or not dp_settings.groups else (mask != 0).any(-1).to(mask)
+    return mask if mask is None or not dp_settings.group else (mask != 0).any(-1).to(mask)
 
 
 def per_example_gradients(

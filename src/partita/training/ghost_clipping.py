@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from partita.core import tensors
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.tensors import Tensors
 from partita.core.torch_private import client_dimension, version, without_vmap
 from partita.training.dp_sgd import gradient_of_one
@@ -114,7 +114,7 @@ def ghost_sum(
     trainable: Tensors,
     mask: torch.Tensor | None,
     count: int,
-    dp_settings: DPSGDSettings,
+    dp_settings: PrivacySettings,
 ) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
     """Sum clipped per-example gradients with one backward pass over the batch.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from partita.core.client_rule import Context
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.plan import Phase
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
@@ -40,7 +40,7 @@ class PhaseWork:
     contexts: Sequence[Context]
     start_params: Sequence[Tensors]
     moments: Sequence[Slots]
-    dp_settings: DPSGDSettings | None = None
+    dp_settings: PrivacySettings | None = None
     noise_sources: Sequence[NoiseSource] = ()
 
     @property

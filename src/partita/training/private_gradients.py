@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import PrivacySettings
 from partita.core.model import HeadOutput
 from partita.core.tensors import Slots, Tensors
 from partita.core.torch_private import without_vmap
@@ -42,11 +42,11 @@ class PrivateGradients:
     """
 
     def __init__(
-        self, objective: Objective, axis: ClientAxis, dp_settings: DPSGDSettings, noise_sources: Sequence[NoiseSource]
+        self, objective: Objective, axis: ClientAxis, dp_settings: PrivacySettings, noise_sources: Sequence[NoiseSource]
     ) -> None:
         self.objective, self.axis, self.dp_settings = objective, axis, dp_settings
         self.one_by_one: bool | None = None  # whether gradients are computed example by example; None: not asked yet
-        self.noise = StepNoise(axis, dp_settings.noise * dp_settings.clip) if dp_settings.noise else None
+        self.noise = StepNoise(axis, dp_settings.known_noise * dp_settings.clip) if dp_settings.noise else None
         self.shares: torch.Tensor | None = None
         remedy = (
             "set training.precision = 'float32'"
@@ -121,7 +121,7 @@ class PrivateGradients:
         self.one_by_one = False
         if self.axis.many:
             return
-        if self.dp_settings.groups:
+        if self.dp_settings.group:
             inputs = {name: value.flatten(0, 1) for name, value in inputs.items()}  # (member of any group, ...)
         self.one_by_one = bool(self.objective.model.why_one_by_one(inputs))
         self.ghost = self._ghost_possible()
@@ -180,7 +180,7 @@ class PrivateGradients:
     def _ghost_possible(self) -> bool:
         """Whether to try ghost clipping: not for groups, and not if a rule has a per-example penalty."""
         clipping = self.dp_settings.clipping
-        if clipping == "direct" or self.dp_settings.groups:  # the norms are those of single examples
+        if clipping == "direct" or self.dp_settings.group:  # the norms are those of single examples
             return False
         possible = not any(rule.per_example for rule in self.objective.run.method.client_rules)
         if clipping == "ghost" and not possible:

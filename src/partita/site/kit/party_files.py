@@ -16,12 +16,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from partita.core.dp_settings import PrivacySettings
 from partita.experiment import flower_app
 from partita.experiment.builder import build
 from partita.experiment.config import Config, load
 from partita.experiment.config_code import code_copies
 from partita.experiment.experiment import Experiment
-from partita.privacy.guard import PrivacyConfig
 from partita.site.kit.group import ABSOLUTE, SERVER, Group, GroupSite, Images, is_absolute
 from partita.site.kit.plan_needs import Needs, by_role, needs_of
 from partita.site.kit.sbom import EXTRAS, ROOT, installed, requirements, sbom
@@ -173,9 +173,9 @@ def _site(site: GroupSite, experiment: Experiment, needs: Needs, common: Mapping
     return render_folder("site", {**common, **values})
 
 
-def _noise_at_site(experiment: Experiment, secure: bool) -> PrivacyConfig | None:
+def _noise_at_site(experiment: Experiment, secure: bool) -> PrivacySettings | None:
     """Return the privacy settings if noise is added at a site; None if the server adds it, which no site can check."""
-    config = experiment.guard and experiment.guard.privacy_config
+    config = experiment.guard and experiment.guard.privacy
     return config if config and (secure or config.unit != "client") else None
 
 
