@@ -228,7 +228,7 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy: Priv
     trial_run = protect(run, replace(resolved, noise=1.0) if resolved.noise is None else resolved, cohort)
     in_effect = noise_in_effect(trial_run, model, cohort) if trial_run.client_noise else None
     account = PrivacySpending(delta, by, of_clients, in_effect=in_effect)
-    trial = PrivacyGuard(trial_run, model, privacy, sizes, None, account)
+    trial = PrivacyGuard(trial_run, model, resolved, sizes, None, account)
     ahead = trial.forecast(run.rounds if known else 0)
     if (
         of_clients
