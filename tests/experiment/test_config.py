@@ -16,6 +16,7 @@ from partita.core.dp_settings import PrivacySettings
 from partita.core.optim import SGD, AdamW, Schedule
 from partita.core.options import OptionError
 from partita.core.rng import Key
+from partita.core.sampling import Uniform
 from partita.core.settings import FederationSettings, Run, Training
 from partita.experiment.config import apply_override, load, parse
 from partita.methods import COMPOSITIONS, INDEX, build
@@ -118,6 +119,13 @@ def test_objects_in_place_of_names_are_for_python_only(key: str, value: Any) -> 
         replace(config, training=training)
     with pytest.raises(OptionError, match=re.escape(str(refused.value))):
         parse({"method": {"name": "fedavg"}, "training": {key: value}})
+
+
+@pytest.mark.parametrize(("method", "cohort"), [("fedavg", 5), ("centralized", 1.0)])
+def test_the_run_has_the_federation_of_the_config_and_asks_all_of_a_pooled_one(method: str, cohort: float) -> None:
+    config = parse({"method": {"name": method}, "federation": {"cohort": 5, "max_norm": 2.0, "min_updates": 0}})
+    run = config.run(build(method), Key(0), Uniform())
+    assert run.federation == FederationSettings(cohort, max_norm=2.0, min_updates=0)
 
 
 def test_python_and_config_have_the_same_defaults() -> None:
