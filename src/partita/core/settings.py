@@ -186,8 +186,8 @@ class Training:
 class FederationSettings:
     """The `[federation]` table: who takes part in a round, and which updates the server takes.
 
-    A `Run` does not simulate. `partita.build` makes the simulated dropouts, stragglers and attackers of these settings;
-    without it, give the engine an `Availability`, and the method its attackers with `add_attack`.
+    Simulated dropouts, stragglers and attackers are made from a config. A `Run` made by hand does not simulate: give
+    the engine an `Availability`, and the method its attackers with `add_attack`.
 
     Raises:
         OptionError: If a value is not one that the config takes.
