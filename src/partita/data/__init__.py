@@ -21,11 +21,13 @@ INDEX = {
     "image_regression": "partita.data.regression:image_regression",
     "images": "partita.data.images:images",
     "lm": "partita.data.language_modeling:lm",
+    "object": "partita.data.objects:given_task",
     "segmentation": "partita.data.segmentation:segmentation",
     "seq2seq": "partita.data.seq2seq:seq2seq",
     "synthetic": "partita.data.synthetic:synthetic",
     "text": "partita.data.text:text",
     "text_regression": "partita.data.regression:text_regression",
+    "tokenized": "partita.data.tokenized:tokenized",
     "tokens": "partita.data.tokens:tokens",
 }
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from partita.core.given import given, is_given
 from partita.core.hub import offline_reason
 from partita.core.options import closest_match
 from partita.data.arrow_table import ArrowTable, is_plain, plain
@@ -42,6 +43,8 @@ def find_parts(path: str | Path, config: str | None) -> dict[str, Opener]:
     Raises:
         DataError: If there is no dataset that can be read.
     """
+    if is_given(path):
+        return _in_memory(given(path).value)
     place = Path(path)
     if not place.exists():
         return _from_hub(str(path), config)
@@ -63,7 +66,9 @@ def find_parts(path: str | Path, config: str | None) -> dict[str, Opener]:
 
 def check_place(path: str) -> None:
     """Raise a DataError if a path is neither here nor the id of a dataset on the Hub."""
-    if not Path(path).exists() and not HUB_ID.fullmatch(path):
+    if is_given(path):
+        given(path)
+    elif not Path(path).exists() and not HUB_ID.fullmatch(path):
         raise DataError(f"there is no file or folder '{path}'; {REMEDY}")
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from partita.core.given import is_given
 from partita.core.group_units import number_groups
 from partita.core.options import Count, Range, closest_match
 from partita.core.rng import Key
@@ -39,6 +40,9 @@ Limit = Annotated[
     Count | None,
     "for tries: use at most this many train rows and as many test rows, drawn before the split by the seed",
 ]
+
+
+HANDED_OVER = "the data handed over"  # what messages call it
 
 
 class Columns(Mapping[str, NDArray[Any]]):
@@ -181,6 +185,7 @@ def load_dataset(
     if isinstance(path, Dataset):
         return path
     parts = find_parts(path, config) if parts is None else parts
+    path = HANDED_OVER if is_given(path) else path
     place = Path(path).resolve()
     name = str(path) if not place.exists() else place.stem if place.is_file() else place.name
     if "train" not in parts:

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from partita.core.given import given, is_given
 from partita.core.hub import offline_reason
 from partita.data.errors import DataError, first_line
 
@@ -258,8 +259,11 @@ def text_encoder(path: str | None, limit: int, words: bool = False, option: str 
     Raises:
         DataError: If the tokenizer cannot be loaded, does not fit word-level data, or does not support the limit.
     """
-    if path is None:
-        raise DataError("a text task needs a tokenizer; set data.tokenizer, or model.path to use the model's tokenizer")
+    if path is None or (is_given(path) and not hasattr(given(path).value, "all_special_ids")):  # a model handed over
+        raise DataError(
+            "a text task needs a tokenizer; set data.tokenizer, or model.path to use the model's tokenizer; with objects, "
+            "partita.from_dataset(..., tokenizer=...)"
+        )
     tokenizer, shortest, longest = load_tokenizer(path, words)
     if not shortest <= limit <= longest:
         raise DataError(
@@ -289,6 +293,8 @@ def load_tokenizer(path: str, words: bool = False) -> tuple[Any, int, int]:
     Raises:
         DataError: If the tokenizer cannot be loaded, or does not fit word-level data.
     """
+    if is_given(path):
+        return _given_tokenizer(path, words)
     from transformers import AutoTokenizer  # slow to import, and only text tasks need it
 
     # Byte-level tokenizers mark the start of a word by the space before it.
@@ -306,6 +312,16 @@ def load_tokenizer(path: str, words: bool = False) -> tuple[Any, int, int]:
         )
     if words and not tokenizer.is_fast:
         raise DataError(f"the tokenizer '{path}' cannot map tokens to words; give one with a tokenizer.json")
+    return tokenizer, tokenizer.num_special_tokens_to_add() + 1, min(tokenizer.model_max_length, _positions(path))
+
+
+def _given_tokenizer(path: str, words: bool) -> tuple[Any, int, int]:
+    """Return a tokenizer that was handed over, as `load_tokenizer` does."""
+    tokenizer = given(path).value
+    if words and not tokenizer.is_fast:
+        raise DataError("the tokenizer cannot map tokens to words; hand over a fast one")
+    if words and getattr(tokenizer, "add_prefix_space", True) is False:
+        raise DataError("the tokenizer does not take words; load it with add_prefix_space=True")
     return tokenizer, tokenizer.num_special_tokens_to_add() + 1, min(tokenizer.model_max_length, _positions(path))
 
 
@@ -327,6 +343,8 @@ def decoder_tokens(path: str) -> tuple[int, int]:
 
 def _config(path: str) -> Any:
     """Return the config of the model in the tokenizer's folder, or None if there is no model."""
+    if is_given(path):
+        return given(path).config
     from transformers import AutoConfig
 
     folder = Path(path).is_dir()

@@ -21,6 +21,7 @@ from partita.data.chat_template import chat_template
 from partita.data.conversations import ANSWER, INPUT, INSTRUCTIONS, MESSAGES, ChatColumns, read_prompt
 from partita.data.errors import DataError
 from partita.data.images import Normalize
+from partita.data.loading import HANDED_OVER
 from partita.data.ragged import RaggedExamples, ragged
 from partita.data.row_stream import NUMBER, Row, decode_image, save_mask, stream_rows
 from partita.data.tokenization import TextEncoder, load_tokenizer, text_encoder
@@ -69,12 +70,14 @@ class Cut:
     texts: int = 0
 
 
-def predict_file(folder: Path, file: Path, options: Options, cut: Cut | None = None) -> Iterator[dict[str, Any]]:
+def predict_file(
+    folder: Path, file: Path | Sequence[Any], options: Options, cut: Cut | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield a prediction for each row of a file, in order.
 
     Args:
         folder: Run folder or exported folder.
-        file: A file (csv, json, jsonl, parquet, txt), an image, or a folder of images.
+        file: A file (csv, json, jsonl, parquet, txt), an image, a folder of images, or rows: dicts, or texts.
         options: How to predict.
         cut: Counts the texts that are longer than the model's limit.
 
@@ -84,13 +87,18 @@ def predict_file(folder: Path, file: Path, options: Options, cut: Cut | None = N
     source = open_source(folder, options.round, options.client, options.base, options.device, options.trust_code)
     if source.kind.head == "segmentation" and options.masks is None:
         raise OptionError("a model for segmentation writes a mask for each image; name a folder for them with --out")
-    predictor = _predictor(source, folder, file, options, cut or Cut())
-    number = 0
-    for rows in stream_rows(file, predictor.column, options.batch_size):
+    place = file if isinstance(file, Path) else Path(HANDED_OVER)
+    predictor, number = _predictor(source, folder, place, options, cut or Cut()), 0
+    if isinstance(file, Path):
+        batches = stream_rows(file, predictor.column, options.batch_size)
+    else:
+        named = [row if isinstance(row, Mapping) else {predictor.column: row} for row in file]
+        batches = (named[start : start + options.batch_size] for start in range(0, len(named), options.batch_size))
+    for rows in batches:
         for name in options.columns:
             if name not in rows[0]:
                 raise OptionError(
-                    f"--columns names '{name}', which {file} does not have; {closest_match(name, rows[0])}"
+                    f"--columns names '{name}', which {place} does not have; {closest_match(name, rows[0])}"
                 )
         with torch.inference_mode():
             answers = predictor(rows, number)

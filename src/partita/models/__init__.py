@@ -15,6 +15,7 @@ INDEX = {
     "vit": "partita.models.vit:vit",
     "pretrained": "partita.models.pretrained:pretrained",
     "clip": "partita.models.prompts.clip:clip",
+    "module": "partita.models.plain:module",
 }
 
 # What the head of a text encoder reads: as in transformers, the mean of all tokens, or that mean at a length of one.

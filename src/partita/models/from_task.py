@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from partita.core.given import given, is_given
 from partita.models import ModelError
 from partita.tasks import TaskInfo
 
@@ -16,6 +17,9 @@ REMEDY = "give a folder written by save_pretrained, or the id of a model on the 
 
 def check_path(path: str) -> None:
     """Raise a ModelError if a path is neither a folder with a model nor the id of one on the Hub."""
+    if is_given(path):
+        given(path)
+        return
     folder = Path(path).is_dir()
     if folder and not (Path(path) / "config.json").is_file():
         raise ModelError(f"the folder '{path}' has no config.json; give a folder written by save_pretrained")

@@ -118,7 +118,7 @@ def from_module(
         quantized = quantizable(name, module, frozen_names)
         warn_of_trained(module, frozen_names)
     param_dtype = None if dtype is None else torch.float32  # in half precision, small updates would be lost to rounding
-    parameter_slots = _parameter_slots(module, [path for path in own if path not in frozen_names])
+    parameter_slots = parameter_slots_of(module, [path for path in own if path not in frozen_names])
     initial: Tensors = {}
     for path, slots in parameter_slots.items():
         initial[path] = own.pop(path).detach().to(param_dtype, copy=True)
@@ -166,7 +166,7 @@ def _first_names(module: torch.nn.Module) -> dict[int, str]:
     return {id(value): name for name, value in module.named_parameters()}
 
 
-def _parameter_slots(module: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[ParameterSlot, ...]]:
+def parameter_slots_of(module: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[ParameterSlot, ...]]:
     """Return the slots of each parameter. Tied parameters have several."""
     first = _first_names(module)
     parameter_slots: dict[str, tuple[ParameterSlot, ...]] = dict.fromkeys(names, ())

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from partita.core import memory
+from partita.core.given import is_given
 from partita.core.hub import offline_reason
 from partita.core.rng import Key, seeded
 from partita.core.tensors import Names, Tensors
@@ -26,6 +27,7 @@ from partita.models import ModelError, split_qkv
 from partita.models.architectures import ARCHITECTURES, architecture, forward_of, head_names
 from partita.models.from_task import REMEDY, check_path, set_labels
 from partita.models.functional import without_logs
+from partita.models.given_model import copy_of_given, given_config
 from partita.models.hugging_face import frozen_parameters
 from partita.models.quantization import Mode, quantizable, stored_bytes
 from partita.tasks import KINDS, TaskInfo
@@ -34,6 +36,7 @@ POSITIONS_AFTER_PADDING = ("camembert", "roberta", "xlm-roberta")  # positions s
 ANY_SIZE = ("dinov2", "dinov2_with_registers")  # they interpolate position embeddings to the image size
 FULLY_CONVOLUTIONAL = ("swin", "swinv2", "segformer")  # they take images of any size that their windows divide
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+NOTHING_AMISS: dict[str, tuple[Any, ...]] = dict.fromkeys(("missing_keys", "mismatched_keys", "unexpected_keys"), ())
 TOKENIZER_REMEDY = "copy the files of the original model's tokenizer into the folder"
 
 
@@ -74,6 +77,8 @@ def load_config(path: str) -> Any:
         ModelError: If there is no config, or it cannot be read.
     """
     check_path(path)
+    if is_given(path):
+        return given_config(path)
     folder = Path(path).is_dir()
     offline = None if folder else offline_reason()
     try:
@@ -206,22 +211,26 @@ def load_module(
     _check_size(path, shapes, fixed, dtype, quantize)
     trained = {split_qkv.fused_name(shapes, name) for name, _ in shapes.named_parameters() if name not in fixed}
     frozen_dtypes = {} if dtype is None else dict.fromkeys(_unsplit(shapes, fixed) - trained, dtype)
-    with without_logs(), seeded(key), _loading_in(frozen_dtypes, type(shapes)):
-        try:
-            module, report = load(
-                path,
-                config=config,
-                dtype=torch.float32,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                trust_remote_code=False,
-                use_safetensors=True,  # other formats are pickles
-                local_files_only=Path(path).is_dir() or offline_reason() is not None,
-            )
-        except OSError as error:
-            raise ModelError(f"'{path}' has no weights that can be loaded: {_first_line(error)}; {REMEDY}") from error
+    if is_given(path):
+        module, report = copy_of_given(path, config, type(shapes)), NOTHING_AMISS
+    else:
+        with without_logs(), seeded(key), _loading_in(frozen_dtypes, type(shapes)):
+            try:
+                module, report = load(
+                    path,
+                    config=config,
+                    dtype=torch.float32,
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,  # other formats are pickles
+                    local_files_only=Path(path).is_dir() or offline_reason() is not None,
+                )
+            except OSError as error:
+                reason = _first_line(error)
+                raise ModelError(f"'{path}' has no weights that can be loaded: {reason}; {REMEDY}") from error
     own = dict(module.named_parameters())
-    if frozen_dtypes and any(own[name].dtype != torch.float32 for name in trained):
+    if frozen_dtypes and not is_given(path) and any(own[name].dtype != torch.float32 for name in trained):
         # The checkpoint holds a trained and a frozen parameter in one tensor, which was rounded.
         return load_module(path, config, kind, key, has_head, fresh_head)
     head = head_names(module) if has_head else frozenset[str]()

@@ -24,6 +24,7 @@ from partita.models.adapter_export import fuse, join, merge
 from partita.models.adapter_options import ADAPTER, FACTORS, TABLE, AdapterOptions, factor_name
 from partita.models.dropout import DropoutDraws, key_dropout
 from partita.models.functional import FunctionalModel, ParameterSlot
+from partita.models.given_model import GivenAdapter
 from partita.models.layer_forward import layer_forwards, use_layer_forward
 from partita.models.vmap_layers import use_vmap_layers
 
@@ -130,6 +131,39 @@ def add_adapter(adapted: FunctionalModel, options: AdapterOptions, key: Key) -> 
     return _adapted(adapted, options, key, kept)
 
 
+def add_given(adapted: FunctionalModel, adapter: GivenAdapter, key: Key) -> AdaptedModel:
+    """Return a copy of a model with the adapter that its module had when it was handed over.
+
+    An adapter at a fused query-key-value projection becomes three, at its parts, which compute the same.
+
+    Args:
+        adapted: The model of the module without the adapter.
+        adapter: The adapter.
+        key: Key for draws, none of which are kept.
+
+    Raises:
+        ModelError: If it adapts layers that are not linear.
+    """
+    kept = frozenset(adapted.initial)
+    made = _adapted(adapted, adapter.options, key, kept, paths=frozenset(adapter.values))
+    initial = dict(made.initial)
+    for site, values in adapter.values.items():
+        part = made.module.get_submodule(site)
+        for leaf, value in values.items():
+            if not isinstance(part, split_qkv.SplitQKV):
+                initial[f"{site}.{leaf}"] = value
+                continue
+            rows = [value] * len(split_qkv.PARTS)
+            if not leaf.startswith("lora_A"):
+                ordered = value if part.order is None else value.index_select(0, torch.argsort(part.order))
+                rows = list(ordered.split(list(part.outputs.values())))
+            initial |= {f"{site}.{name}.{leaf}": row.clone() for name, row in zip(part.outputs, rows, strict=True)}
+    if initial.keys() != made.initial.keys():
+        unknown = sorted(initial.keys() ^ made.initial.keys())[0]
+        raise ModelError(f"the adapter's parameter '{unknown}' is not one that partita has; use LoRA at linear layers")
+    return replace(made, initial=initial)
+
+
 def low_rank(adapted: FunctionalModel, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> AdaptedModel:
     """Return a copy of a model with low-rank factors beside its weights, none of which is frozen.
 
@@ -156,6 +190,7 @@ def _adapted(
     key: Key,
     trainable: Names,
     types: tuple[type[torch.nn.Module], ...] = (torch.nn.Linear, Conv1D),
+    paths: Names | None = None,
 ) -> AdaptedModel:
     if isinstance(adapted, AdaptedModel):
         raise ModelError(
@@ -164,7 +199,7 @@ def _adapted(
         )
     every_tag = {**adapted.frozen_tags, **adapted.tags}
     module, slots = _copy(adapted)
-    sites = _sites(adapted.name, module, every_tag, options, types)
+    sites = _sites(adapted.name, module, every_tag, options, types, paths)
     _freeze(slots, adapted, adapted.initial.keys() - trainable)
     parameter_slots = {name: slots[name] for name in slots if name in trainable}
     _fill(parameter_slots, adapted.initial)  # PEFT reads the weights
@@ -216,10 +251,11 @@ def _sites(
     tags: Mapping[str, Names],
     options: AdapterOptions,
     types: tuple[type[torch.nn.Module], ...],
+    paths: Names | None = None,
 ) -> dict[str, torch.nn.Module]:
-    """Return the linear layers with these roles by path. The head is excluded because it trains in full.
+    """Return the linear layers at these paths, or with the roles of the options, by path.
 
-    The parts of a split query-key-value projection become layers of their own.
+    The head is excluded because it trains in full. The parts of a split query-key-value projection become layers of their own.
     """
     if Conv1D in types and options.kind == "lora" and not options.dora:
         types = (*types, split_qkv.Part)
@@ -234,11 +270,17 @@ def _sites(
     roles = {tag for tag in known if not tag.startswith("layer.")}
     if not options.roles:
         raise ModelError(f"roles is empty; choose from: {', '.join(sorted(roles))}")
-    for role in options.roles:
+    for role in options.roles if paths is None else ():
         if role not in known:
             remedy = closest_match(role, roles) if roles else "it has no linear layer outside its head"
             raise ModelError(f"roles: no linear layer of {model} is tagged '{role}'; {remedy}")
-    sites = {path: part for path, (part, carried) in linear.items() if not carried.isdisjoint(options.roles)}
+    if paths is None:
+        sites = {path: part for path, (part, carried) in linear.items() if not carried.isdisjoint(options.roles)}
+    else:
+        sites = {path: part for path, (part, _) in linear.items() if {path, path.rpartition(".")[0]} & paths}
+        found = {path for path in paths if path in sites or any(each.startswith(f"{path}.") for each in sites)}
+        if missing := sorted(paths - found):
+            raise ModelError(f"the adapter is at '{missing[0]}', which is no linear layer outside the head; leave it out")
     for path, part in sites.items():
         out, into = _size(part)
         if options.kind != "ia3" and not 1 <= options.rank <= min(out, into):

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 
+from partita.core.given import is_given
 from partita.core.rng import Key
 from partita.models import ModelError, Pooling
+from partita.models.adapter_options import frozen_part
 from partita.models.from_task import check_has_images, processor_of
 from partita.tasks import TaskInfo
 
@@ -46,6 +48,7 @@ def pretrained(
 
     from partita.models import loading
     from partita.models.architectures import forward_of
+    from partita.models.given_model import given_adapter
     from partita.models.hugging_face import from_module
 
     kind = task.kind
@@ -70,8 +73,11 @@ def pretrained(
         raise ModelError("fresh_head = true, but this model has no head to initialize; remove fresh_head")
     has_head = prompt is None and kind.outputs != "vocabulary"
     half = None if dtype == "float32" else torch.bfloat16
+    adapter = given_adapter(path) if is_given(path) else None
+    if adapter is not None:
+        frozen = (*frozen, frozen_part(adapter.options.head, kind.outputs))
     module = loading.load_module(path, config, auto_class, key, has_head, fresh_head, frozen, half, quantize)
-    return from_module(
+    model = from_module(
         config.model_type,
         module,
         frozen,
@@ -83,3 +89,8 @@ def pretrained(
         processor=processor_of(task),
         pooling=pooling,
     )
+    if adapter is None:
+        return model
+    from partita.models.peft_adapters import add_given
+
+    return add_given(model, adapter, key / "adapter")

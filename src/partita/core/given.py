@@ -1,0 +1,67 @@
+"""Objects that a program hands over instead of files. A config names them by the digest of their content.
+
+A run of objects is therefore recorded like every run. To resume, evaluate or export it, a program hands over the same
+objects again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+from partita.core.options import OptionError
+
+PREFIX = "object:"
+
+
+@dataclass(eq=False)
+class Given:
+    """An object that a program has handed over. It can be found as long as somebody holds this.
+
+    Attributes:
+        name: What a config calls it.
+        value: The object.
+        config: The config of transformers of the model that a tokenizer is for, once it is known.
+    """
+
+    name: str
+    value: Any = field(repr=False)
+    config: Any = field(default=None, repr=False)
+
+
+_HANDED_OVER: WeakValueDictionary[str, Given] = WeakValueDictionary()
+
+
+def hand_over(value: Any, digest: str) -> Given:
+    """Let configs name an object.
+
+    Args:
+        value: The object.
+        digest: A digest of its content.
+
+    Returns:
+        The object with its name. Keep it, or the object cannot be found.
+    """
+    given = Given(f"{PREFIX}{digest}", value)
+    return _HANDED_OVER.setdefault(given.name, given)
+
+
+def is_given(path: object) -> bool:
+    """Return whether a path names an object."""
+    return isinstance(path, str) and path.startswith(PREFIX)
+
+
+def given(path: object) -> Given:
+    """Return the object that a path names.
+
+    Raises:
+        OptionError: If this program has not handed it over.
+    """
+    found = _HANDED_OVER.get(str(path))
+    if found is None:
+        raise OptionError(
+            f"the run needs '{path}', an object that this program has not handed over; hand over the model and the "
+            "data with which the run began: partita.load_run(folder, model=..., data=...), or partita.fit with resume"
+        )
+    return found

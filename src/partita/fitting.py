@@ -1,0 +1,220 @@
+"""Run an experiment on objects: a model, a data set and a method, with the config that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from partita.core.given import Given, is_given
+from partita.core.options import OptionError, closest_match, format_value, options_of
+from partita.runs import Fitted, follow_run
+
+if TYPE_CHECKING:
+    from partita.core.method import Method
+    from partita.data.objects import DataSource
+    from partita.data.task import Task
+    from partita.experiment.config import Config
+
+TABLES = ("training", "federation", "engine", "evaluate", "checkpoint", "track", "privacy", "secure_aggregation")
+TABLES += ("stop", "sampling", "split")
+
+
+def fit(
+    model: Any,
+    data: DataSource | Task | Any,
+    method: Method | Mapping[str, Any] | str = "fedavg",
+    *,
+    rounds: int = 20,
+    seed: int = 0,
+    folder: Path | str | None = None,
+    label: str | None = None,
+    loss: Any = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+    **settings: Any,
+) -> Fitted:
+    """Train a model on data that is split among clients, and record the run, as `partita run` does with a config.
+
+    The model that is handed over does not change; `Fitted.model` returns a trained copy. The run's config names the
+    model and the data by digests, and the run is resumed when the same objects are handed over again.
+
+    Args:
+        model: A module of transformers, also with an adapter of PEFT, which then trains and travels; a
+            `torch.nn.Module`; a folder or an id on the Hub; or the table `[model]` as a dict.
+        data: What `from_dataset` returns, with its split; a `Task`; data that `from_dataset` reads without further
+            words; or the table `[data]` as a dict.
+        method: The name of a method, `partita.method(name, option=...)`, or the table `[method]` as a dict.
+        rounds: The number of rounds.
+        seed: The seed of all random draws.
+        folder: The run folder. Default: runs/LABEL-seed-N.
+        label: The name of the run in tables. Default: the method with its options.
+        loss: For a `torch.nn.Module`: a function of its outputs and the targets that returns one loss per example.
+            Default: the loss of the task.
+        resume: If the folder holds this very run, continue it instead of failing.
+        overwrite: Delete the run in the folder first.
+        progress: Whether to show the progress on a terminal or in a notebook.
+        **settings: Keys of `[training]` such as `lr=2e-5`, keys of `[model]` such as `adapter={"rank": 8}`, and other
+            tables, such as `privacy={"epsilon": 8, "delta": 1e-5}` or `split={"name": "iid", "clients": 5}`.
+
+    Raises:
+        ValueError: If an object or a setting is invalid, or they do not fit each other. Nothing has been trained then.
+    """
+    from partita.experiment.config import parse
+
+    handed, raw = config_of(model, data, method, loss, **settings)
+    raw |= {"rounds": rounds, "seed": seed, **({} if label is None else {"label": label})}
+    config = parse(raw)
+    place = follow_run(config, folder, resume=resume, overwrite=overwrite, progress=progress)
+    return Fitted.read(place, handed)
+
+
+def config_of(
+    model: Any, data: Any, method: Any, loss: Any = None, **settings: Any
+) -> tuple[tuple[Given, ...], dict[str, Any]]:
+    """Return the objects that are handed over, and the config that they make, as nested dicts."""
+    held_data, reading, splitting = hand_over_data(data)
+    held_model, building = hand_over_any(model, loss)
+    for given in held_data:
+        if hasattr(given.value, "all_special_ids"):  # a tokenizer, whose limits are those of its model
+            given.config = getattr(getattr(model, "base_model", None), "config", None) or getattr(model, "config", None)
+            reading = {**reading, **_shorter(reading, given.name)}
+    raw: dict[str, Any] = {"method": _method_table(method), "data": reading}
+    if splitting is not None:
+        raw["split"] = splitting
+    raw |= _sorted_settings(settings, building)
+    raw["model"] = {**building, **raw.get("model", {})}
+    if "split" not in raw:
+        raise OptionError(
+            "nothing says which rows a client has; split the data: data.by('column'), data.split('iid', clients=10), or "
+            "a dict with a data set for each client"
+        )
+    return (*held_data, *held_model), raw
+
+
+def hand_over_data(data: Any) -> tuple[tuple[Given, ...], dict[str, Any], Mapping[str, Any] | None]:
+    """Return the objects, the table `[data]`, and the table `[split]` if the data says it."""
+    from partita.data.objects import DataSource, from_dataset, from_task
+    from partita.data.task import Task
+
+    if isinstance(data, Mapping) and isinstance(data.get("name"), str):
+        return (), dict(data), None
+    if isinstance(data, str | Path):
+        raise OptionError(
+            f"data is {format_value(str(data))}; say how it is read: {{'name': 'text', 'path': {format_value(str(data))}, "
+            "'text': COLUMN, 'label': COLUMN}"
+        )
+    if isinstance(data, Task):
+        data = from_task(data)
+    source = data if isinstance(data, DataSource) else from_dataset(data)
+    return source.held, dict(source.reading), source.splitting
+
+
+def hand_over_any(model: Any, loss: Any = None) -> tuple[tuple[Given, ...], dict[str, Any]]:
+    """Return the object and the table `[model]`."""
+    import torch
+
+    if isinstance(model, str | Path | Mapping):
+        if loss is not None:
+            raise OptionError("loss is for a torch.nn.Module; models of transformers have the loss of their task")
+        named = isinstance(model, Mapping)
+        return (), dict(model) if named else {"name": "pretrained", "path": str(model)}  # type: ignore[arg-type]
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(
+            f"the model is a {type(model).__name__}; give a module of transformers, a torch.nn.Module, a folder, an id "
+            "on the Hub, or the table [model] as a dict"
+        )
+    if hasattr(model, "config") and (hasattr(model, "get_base_model") or hasattr(model, "save_pretrained")):
+        from partita.models.given_model import hand_over_model
+
+        if loss is not None:
+            raise OptionError("loss is for a torch.nn.Module; models of transformers have the loss of their task")
+        given = hand_over_model(model)
+        return (given,), {"name": "pretrained", "path": given.name}
+    from partita.models.plain import hand_over_module
+
+    given = hand_over_module(model, loss)
+    return (given,), {"name": "module", "path": given.name}
+
+
+def _shorter(reading: Mapping[str, Any], tokenizer: str) -> dict[str, int]:
+    """Return the length of texts, if nothing was said and the default is longer than the model takes."""
+    from partita.core.registry import find_function
+    from partita.data import INDEX
+    from partita.data.tokenization import load_tokenizer
+
+    known = options_of(find_function(INDEX, reading["name"], "data"), ("key",))
+    lengths = {name: known[name].default for name in ("max_length", "block_size") if name in known and name not in reading}
+    longest = load_tokenizer(tokenizer)[2] if lengths else 0
+    return {name: longest for name, length in lengths.items() if length > longest}
+
+
+def _method_table(method: Any) -> dict[str, Any]:
+    if isinstance(method, str):
+        return {"name": method}
+    if isinstance(method, Mapping):
+        return dict(method)
+    if not getattr(method, "recipe", None):
+        raise OptionError(
+            "the method does not say by which name it can be built again, so a run of it cannot be recorded; give "
+            "partita.method(name, ...), 'one+other' for a composition, or 'file.py:function' for your own"
+        )
+    return dict(method.recipe)
+
+
+def _sorted_settings(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Put each setting into its table."""
+    from partita.core.settings import Training
+    from partita.models import INDEX
+
+    of_training = {each.name for each in fields(Training)}
+    of_model = {"adapter"}
+    if model.get("name") in INDEX:
+        from partita.core.registry import find_function
+
+        of_model |= options_of(find_function(INDEX, model["name"], "model"), ("task", "key", "path")).keys()
+    raw: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in TABLES:
+            raw[name] = {**raw.get(name, {}), **_as_table(name, value)}
+        elif name in of_training:
+            raw["training"] = {**raw.get("training", {}), name: value}
+        elif name in of_model:
+            raw["model"] = {**raw.get("model", {}), name: value}
+        else:
+            raise OptionError(f"fit has no setting '{name}'; {closest_match(name, [*TABLES, *of_training, *of_model])}")
+    return raw
+
+
+def _as_table(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not is_dataclass(value) or isinstance(value, type):
+        raise OptionError(f"{name} is {format_value(value)}; it must be a dict with the keys of [{name}]")
+    return {key: each for key, each in asdict(value).items() if each is not None}
+
+
+def hand_over_again(config: Config | Mapping[str, Any], model: Any, data: Any, loss: Any) -> tuple[Given, ...]:
+    """Hand over the objects of a recorded run again.
+
+    Raises:
+        OptionError: If they are not those with which the run began.
+    """
+    held: list[Given] = []
+    for what, value, table in (("data", data, config["data"]), ("model", model, config["model"])):  # type: ignore[index]
+        recorded = table.get("path")
+        if value is None or not is_given(recorded):
+            continue
+        if what == "data":
+            objects, made, _ = hand_over_data(value)
+        else:
+            objects, made = hand_over_any(value, loss)
+        if made.get("path") != recorded:
+            raise OptionError(
+                f"the {what} is not the one with which the run began: its digest is {made.get('path', 'none')}, and the "
+                f"run's is {recorded}; hand over the same {what}"
+            )
+        held += objects
+    return tuple(held)

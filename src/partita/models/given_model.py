@@ -1,0 +1,150 @@
+"""Models from objects: modules of transformers, also with an adapter of PEFT, that a program hands over."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from partita.core import tensors
+from partita.core.given import Given, given, hand_over
+from partita.core.tensors import Tensors
+from partita.models import ModelError
+from partita.models.adapter_options import AdapterOptions
+
+KINDS = {"LORA": "lora", "IA3": "ia3"}  # PEFT's names of the adapters that can be handed over
+
+
+@dataclass(frozen=True)
+class GivenAdapter:
+    """The adapter of a module that was handed over.
+
+    Attributes:
+        options: Its options.
+        values: Its values by the path of the adapted layer and PEFT's name of the parameter in it.
+    """
+
+    options: AdapterOptions
+    values: dict[str, Tensors]
+
+
+def hand_over_model(module: Any) -> Given:
+    """Let configs name a module of transformers or PEFT by the digest of its weights.
+
+    Raises:
+        ModelError: If it is no such module, or its weights are quantized.
+    """
+    peft = _peft_of(module)
+    base = module.get_base_model() if peft else module
+    if not isinstance(base, PreTrainedModel):
+        raise ModelError(f"the model is a {type(base).__name__}; give a PreTrainedModel of transformers")
+    if getattr(base, "hf_quantizer", None) is not None or getattr(base, "is_quantized", False):
+        raise ModelError(
+            "the model's weights are quantized, and cannot be read as numbers; hand it over unquantized, and let "
+            "partita store frozen weights in 4 bits under an adapter: model={'quantize': '4bit', 'adapter': {...}}"
+        )
+    state = hashlib.blake2b(digest_size=16)
+    about = {key: value for key, value in base.config.to_dict().items() if not key.startswith("_")}
+    state.update(f"{type(base).__name__}|{json.dumps(about, sort_keys=True, default=str)}".encode())
+    if peft:
+        state.update(json.dumps(module.active_peft_config.to_dict(), sort_keys=True, default=sorted).encode())
+    state.update(tensors.digest({name: value.detach() for name, value in module.state_dict().items()}).encode())
+    return hand_over(module, state.hexdigest())
+
+
+def given_config(path: str) -> Any:
+    """Return a copy of the config of a module that was handed over."""
+    module = given(path).value
+    return copy.deepcopy(module.get_base_model().config if _peft_of(module) else module.config)
+
+
+def copy_of_given(path: str, config: Any, wanted: type[Any]) -> Any:
+    """Return a copy of a module that was handed over, in float32 and without its adapter.
+
+    Args:
+        path: The name of the module.
+        config: The config for the task, which the copy gets.
+        wanted: The class that the task needs.
+
+    Raises:
+        ModelError: If it has another class or another number of outputs.
+    """
+    module = given(path).value
+    base = module.get_base_model() if _peft_of(module) else module
+    if not isinstance(base, wanted):
+        raise ModelError(f"the model is a {type(base).__name__}, but the task needs a {wanted.__name__}; load it as one")
+    before = base.config
+    if config.num_labels != before.num_labels and config.id2label:
+        raise ModelError(
+            f"the model's head has {before.num_labels} outputs, but the task has {config.num_labels} classes; load the "
+            f"model with num_labels={config.num_labels}"
+        )
+    if _peft_of(module):
+        with torch.no_grad():
+            base = copy.deepcopy(module).unload()
+    else:
+        base = copy.deepcopy(module)
+    base.config = config
+    for part in base.modules():
+        if getattr(part, "config", None) is before:
+            part.config = config
+    return base.to(device="cpu", dtype=torch.float32)
+
+
+def given_adapter(path: str) -> GivenAdapter | None:
+    """Return the adapter of a module that was handed over; None if it has none.
+
+    Raises:
+        ModelError: If it is of a type that partita cannot train.
+    """
+    module = given(path).value
+    if not _peft_of(module):
+        return None
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    name, config = module.active_adapter, module.active_peft_config
+    kind = KINDS.get(str(getattr(config.peft_type, "value", config.peft_type)))
+    if kind is None:
+        raise ModelError(
+            f"the model has an adapter of type {config.peft_type}; {' and '.join(KINDS)} can be handed over, or hand "
+            "over the base, and let [model.adapter] add one"
+        )
+    if len(module.peft_config) > 1:
+        raise ModelError("the model has several adapters; delete all but one: model.delete_adapter(name)")
+    refused = ("rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices", "target_parameters")
+    for option in refused:
+        if getattr(config, option, None):
+            raise ModelError(f"the model's adapter has {option}, which partita does not have; leave it out")
+    if getattr(config, "bias", "none") != "none":
+        raise ModelError("the model's adapter trains biases; use bias='none'")
+    base = module.get_base_model()
+    values: dict[str, Tensors] = {}
+    for site, layer in base.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            own = {path.replace(f".{name}", "", 1): value for path, value in layer.named_parameters()}
+            values[site] = {
+                leaf: value.detach().float().cpu().clone()
+                for leaf, value in own.items()
+                if not leaf.startswith("base_layer.")
+            }
+    more = {"kind": kind, "head": bool(config.modules_to_save)}
+    if kind == "lora":
+        more |= {
+            "rank": config.r,
+            "alpha": float(config.lora_alpha),
+            "dropout": float(config.lora_dropout),
+            "dora": bool(config.use_dora),
+            "rslora": bool(config.use_rslora),
+        }
+    return GivenAdapter(AdapterOptions(**more), values)
+
+
+def _peft_of(module: Any) -> bool:
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(module, peft.PeftModel)
