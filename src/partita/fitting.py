@@ -75,13 +75,14 @@ def config_of(
     model: Any, data: Any, method: Any, loss: Any = None, **settings: Any
 ) -> tuple[tuple[Given, ...], dict[str, Any]]:
     """Return the objects that are handed over, and the config that they make, as nested dicts."""
+    from partita.data.objects import as_long_as_taken
+
     held_data, reading, splitting = hand_over_data(data)
     held_model, building = hand_over_any(model, loss)
     for given in held_data:
         if hasattr(given.value, "all_special_ids"):  # a tokenizer, whose limits are those of its model
             given.config = getattr(getattr(model, "base_model", None), "config", None) or getattr(model, "config", None)
-            reading = {**reading, **_shorter(reading, given.name)}
-    raw: dict[str, Any] = {"method": _method_table(method), "data": reading}
+    raw: dict[str, Any] = {"method": _method_table(method), "data": as_long_as_taken(reading)}
     if splitting is not None:
         raw["split"] = splitting
     raw |= _sorted_settings(settings, building)
@@ -137,18 +138,6 @@ def hand_over_any(model: Any, loss: Any = None) -> tuple[tuple[Given, ...], dict
 
     given = hand_over_module(model, loss)
     return (given,), {"name": "module", "path": given.name}
-
-
-def _shorter(reading: Mapping[str, Any], tokenizer: str) -> dict[str, int]:
-    """Return the length of texts, if nothing was said and the default is longer than the model takes."""
-    from partita.core.registry import find_function
-    from partita.data import INDEX
-    from partita.data.tokenization import load_tokenizer
-
-    known = options_of(find_function(INDEX, reading["name"], "data"), ("key",))
-    lengths = {name: known[name].default for name in ("max_length", "block_size") if name in known and name not in reading}
-    longest = load_tokenizer(tokenizer)[2] if lengths else 0
-    return {name: longest for name, length in lengths.items() if length > longest}
 
 
 def _method_table(method: Any) -> dict[str, Any]:

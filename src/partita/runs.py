@@ -61,8 +61,17 @@ class Fitted:
         lines = [head]
         for row in self.rows[-SHOWN_ROUNDS:]:
             scores, sent = row.get("test") or {}, (row.get("bytes") or {}).get("up", 0)
-            lines.append([str(row["round"] + 1), *(metric.show(scores.get(metric.name)) for metric in metrics), f"{sent / 1e6:.3g}"])
-        cells = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in line) for tag, line in zip(["th"] + ["td"] * len(lines), lines, strict=False)]
+            lines.append(
+                [
+                    str(row["round"] + 1),
+                    *(metric.show(scores.get(metric.name)) for metric in metrics),
+                    f"{sent / 1e6:.3g}",
+                ]
+            )
+        cells = [
+            "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in line)
+            for tag, line in zip(["th"] + ["td"] * len(lines), lines, strict=False)
+        ]
         return f"<p>{escape(repr(self))}</p><table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"
 
     @property
@@ -273,7 +282,13 @@ def run(
 
 
 def follow_run(
-    config: Config, folder: Path | str | None, *, resume: bool, overwrite: bool, progress: bool, rounds: int | None = None
+    config: Config,
+    folder: Path | str | None,
+    *,
+    resume: bool,
+    overwrite: bool,
+    progress: bool,
+    rounds: int | None = None,
 ) -> Path:
     """Run an experiment to its end, and show its progress if asked for.
 
@@ -330,87 +345,6 @@ def load_run(folder: Path | str, *, model: Any = None, data: Any = None, loss: A
     from partita.fitting import hand_over_again
 
     return Fitted(record, hand_over_again(record.config, model, data, loss))
-
-
-def to_frame(self) -> Any:
-        """Return the rows as a pandas DataFrame; see `to_frame`."""
-        return _frame([self.record])
-
-
-def run(
-    config: Config | Mapping[str, Any] | Path | str,
-    folder: Path | str | None = None,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-) -> Fitted:
-    """Run an experiment and record it, as `partita run` does.
-
-    Args:
-        config: A config file, a config as nested dicts, or a `Config`.
-        folder: The run folder. Default: runs/LABEL-seed-N.
-        resume: If the folder holds this very run, continue it instead of failing.
-        overwrite: Delete the run in the folder first.
-
-    Raises:
-        OptionError: If the config is invalid.
-        RunFolderError: If the folder already holds a run.
-    """
-    from partita.experiment.config import load, parse
-
-    if isinstance(config, str | Path):
-        config = load(Path(config))
-    elif isinstance(config, Mapping):
-        config = parse(config)
-    return load_run(follow_run(config, folder, resume=resume, overwrite=overwrite, progress=False))
-
-
-def follow_run(
-    config: Config, folder: Path | str | None, *, resume: bool, overwrite: bool, progress: bool, rounds: int | None = None
-) -> Path:
-    """Run an experiment to its end, and show its progress if asked for.
-
-    Args:
-        config: The experiment.
-        folder: The run folder. Default: runs/LABEL-seed-N.
-        resume: If the folder holds this very run, continue it instead of failing.
-        overwrite: Delete the run in the folder first.
-        progress: Whether to show the progress.
-        rounds: Total number of rounds to which a recorded run is extended.
-
-    Returns:
-        The run folder.
-    """
-    from partita.cli.progress import Verbosity, follow
-    from partita.core.options import OptionError
-    from partita.experiment import run_folder, runner
-    from partita.experiment.run_names import default_folder
-
-    if resume and overwrite:
-        raise OptionError("resume continues a run and overwrite deletes it; choose one")
-    config = config if rounds is None else replace(config, rounds=rounds)
-    place = Path(folder) if folder else default_folder(config.label, config.seed)
-    done = run_folder.saved_rounds(place) if resume and (place / file_names.CONFIG).exists() else None
-
-    def begin(on_reply: OnReply | None) -> Iterator[Row]:
-        if resume:
-            return runner.start_or_resume(config, place, on_reply)
-        return runner.start(config, place, overwrite, on_reply)
-
-    if progress:
-        follow(begin, config, place, done, Verbosity.NORMAL)
-    else:
-        deque(begin(None), maxlen=0)
-    return place
-
-
-def load_run(folder: Path | str) -> Fitted:
-    """Read a recorded run. Only files in the folder are read, and none of its code is run.
-
-    Raises:
-        ReportError: If it is not a run folder, or if a file in it does not have the expected content.
-    """
-    return Fitted(load_record(folder))
 
 
 def to_frame(folders: Path | str | Iterable[Path | str]) -> Any:

@@ -52,6 +52,15 @@ def is_given(path: object) -> bool:
     return isinstance(path, str) and path.startswith(PREFIX)
 
 
+def origin(path: str | None) -> str:
+    """Return where a model was loaded from: the path itself, or what a module that was handed over says; "" if unknown."""
+    if not is_given(path):
+        return path or ""
+    value = given(path).value
+    base = value.get_base_model() if hasattr(value, "get_base_model") else value
+    return str(getattr(base, "name_or_path", None) or "")
+
+
 def given(path: object) -> Given:
     """Return the object that a path names.
 

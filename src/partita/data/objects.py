@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 
-from partita.core.given import Given, given, hand_over
-from partita.core.options import closest_match
+from partita.core.given import Given, given, hand_over, is_given
+from partita.core.options import closest_match, options_of
+from partita.core.registry import find_function
 from partita.core.rng import Key
 from partita.data import INDEX, load
 from partita.data.dataset_files import ROWS_TOGETHER
 from partita.data.digest import examples_digest
 from partita.data.errors import DataError, need
 from partita.data.task import Table, Task
+from partita.data.tokenization import load_tokenizer
 from partita.tasks import IMAGE, IMAGE_REGRESSION, TEXT, TEXT_REGRESSION, TaskKind
 
 CLIENT = "client"  # column with the client of a row, if the data is a dict of clients
+LENGTHS = ("max_length", "block_size", "max_target_length")
 HOLD_OUT = 0.2  # share of rows of tensors that are held out if there is no test part
 # The columns that are named -> the reader.
 READERS = {
@@ -79,7 +82,7 @@ class DataSource:
 
     def task(self, seed: int = 0) -> Task:
         """Read the data, as a run with this seed does."""
-        reading = dict(self.reading)
+        reading = as_long_as_taken(self.reading)
         return load(reading.pop("name"), Key(seed) / "data", **reading)
 
 
@@ -147,6 +150,17 @@ def given_task(path: str) -> Task:
     """A task that a program has handed over. It cannot be read from a file."""
     task: Task = given(path).value
     return task
+
+
+def as_long_as_taken(reading: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table `[data]` with the length that its tokenizer takes, if none is set and the default is longer."""
+    tokenizer = reading.get("tokenizer")
+    if not is_given(tokenizer):
+        return dict(reading)
+    known = options_of(find_function(INDEX, reading["name"], "data"), ("key",))
+    longest = load_tokenizer(tokenizer)[2]
+    lengths = {name: known[name].default for name in LENGTHS if name in known}
+    return {**{name: longest for name, length in lengths.items() if length > longest}, **reading}
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -259,7 +259,7 @@ def text_encoder(path: str | None, limit: int, words: bool = False, option: str 
     Raises:
         DataError: If the tokenizer cannot be loaded, does not fit word-level data, or does not support the limit.
     """
-    if path is None or (is_given(path) and not hasattr(given(path).value, "all_special_ids")):  # a model handed over
+    if path is None or not has_tokenizer(path):
         raise DataError(
             "a text task needs a tokenizer; set data.tokenizer, or model.path to use the model's tokenizer; with objects, "
             "partita.from_dataset(..., tokenizer=...)"
@@ -313,6 +313,11 @@ def load_tokenizer(path: str, words: bool = False) -> tuple[Any, int, int]:
     if words and not tokenizer.is_fast:
         raise DataError(f"the tokenizer '{path}' cannot map tokens to words; give one with a tokenizer.json")
     return tokenizer, tokenizer.num_special_tokens_to_add() + 1, min(tokenizer.model_max_length, _positions(path))
+
+
+def has_tokenizer(path: str) -> bool:
+    """Return whether an object that was handed over is a tokenizer, and not a model; True for a folder and a Hub id."""
+    return not is_given(path) or hasattr(given(path).value, "all_special_ids")
 
 
 def _given_tokenizer(path: str, words: bool) -> tuple[Any, int, int]:

@@ -13,7 +13,7 @@ from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, Limi
 from partita.data.ragged import RaggedExamples, ragged
 from partita.data.regression import read_targets
 from partita.data.task import Task, text_task
-from partita.data.tokenization import load_tokenizer
+from partita.data.tokenization import has_tokenizer, load_tokenizer
 from partita.tasks import LM, TEXT, TEXT_REGRESSION, TOKENS, TaskKind
 
 MASK, SEGMENTS = "attention_mask", "token_type_ids"
@@ -45,7 +45,7 @@ def tokenized(
     rows = [_rows(part, ids) for part in parts]
     longest = max(len(row) for part in rows for row in part)
     kind, classes, tables = _with_targets(source, parts, rows, ids, label, tags, longest)
-    saved = None if tokenizer is None else load_tokenizer(tokenizer)[0]
+    saved = None if tokenizer is None or not has_tokenizer(tokenizer) else load_tokenizer(tokenizer)[0]
     columns, test_columns = (part.columns(ids, label, MASK, SEGMENTS) for part in parts)
     train, held_out = tables
     return text_task(source.name, train, held_out, classes, columns, kind, saved, (), test_columns)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from partita.core import serialization
+from partita.core.given import origin
 from partita.core.model import Model
 from partita.core.personal_copy import PersonalCopyModel
 from partita.core.tensors import Tensors
@@ -127,7 +128,7 @@ def form_of(recorded: RecordedModel, merge: bool = False) -> Form:
                 f"model.quantize is '{config.model['quantize']}', and an adapter cannot be added to quantized weights; "
                 "leave --merge out, and load the adapter on the base as it is"
             )
-        if not merge and not config.model.get("path"):
+        if not merge and not origin(config.model.get("path")):
             raise ExportError(
                 "the base of the adapter has random weights, which are in no file; write a whole model with --merge"
             )
@@ -155,7 +156,7 @@ def check_publishable(recorded: RecordedModel, merge: bool, own_models: bool) ->
         raise ExportError(
             "privacy.unit is 'client', and the guarantee does not cover clients' own parameters; push the shared model"
         )
-    if form != "model" and not merge and Path(config.model.get("path") or "").is_dir():
+    if form != "model" and not merge and Path(origin(config.model.get("path"))).is_dir():
         raise ExportError(
             f"the {form} would need a model in a local folder, which others do not "
             "have; push a folder that needs no other with --merge"
@@ -172,7 +173,7 @@ def _write(
     folder.mkdir(parents=True, exist_ok=True)
     with without_logs():
         if form == "prompts":
-            source = "" if merge else _source(config.model.get("path"))
+            source = "" if merge else _source(origin(config.model.get("path")))
             save_prompts(model, params, folder, task.classes, source, config.method["name"])
         elif form == "model" and isinstance(model, AdaptedModel):
             model.save_merged(params, folder)

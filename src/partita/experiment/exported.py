@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from partita import data
+from partita.core.given import origin
 from partita.core.options import closest_match
 from partita.experiment.config_code import portable
 from partita.experiment.experiment import Experiment
@@ -143,7 +144,7 @@ def describe_export(
 
 def base_of(model: Mapping[str, Any], digest: str = "") -> Base:
     """Return the base of a table `[model]`: its Hub id, or the last part of its folder's path."""
-    path = model.get("path")
+    path = origin(model.get("path"))
     if not path:
         return Base(digest=digest)
     local = Path(path).is_dir()

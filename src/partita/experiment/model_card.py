@@ -17,6 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from partita import methods
 from partita.evaluation import Evaluator
+from partita.core.given import is_given
 from partita.experiment import run_folder
 from partita.experiment.exported import Export, Form
 from partita.experiment.recorded_model import RecordedModel
@@ -105,7 +106,11 @@ class _Facts:
         self.title = f"{export.base.name.rpartition('/')[2] or self.config.model['name']} by {export.method}"
         path = str(self.config.data.get("path", ""))
         self.dataset = path if "/" in path and HUB_ID.fullmatch(path) and not Path(path).exists() else ""
-        self.data_name = self.dataset or Path(path).name or str(self.config.data["name"]).rpartition(":")[2]
+        self.data_name = (
+            self.dataset
+            or ("" if is_given(path) else Path(path).name)
+            or str(self.config.data["name"]).rpartition(":")[2]
+        )
 
     def shows(self, what: str) -> bool:
         """Return whether a quantity may be shown: under privacy, only if the guarantee covers it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,11 @@ from transformers import PreTrainedModel
 
 from partita.core import tensors
 from partita.core.given import Given, given, hand_over
-from partita.core.tensors import Tensors
+from partita.core.tensors import Names, Tensors
 from partita.models import ModelError
 from partita.models.adapter_options import AdapterOptions
+from partita.models.architectures import head_names
+from partita.models.hugging_face import ALL, BASE
 
 KINDS = {"LORA": "lora", "IA3": "ia3"}  # PEFT's names of the adapters that can be handed over
 
@@ -28,10 +31,26 @@ class GivenAdapter:
     Attributes:
         options: Its options.
         values: Its values by the path of the adapted layer and PEFT's name of the parameter in it.
+        head: Names of the parameters of the base that train too (PEFT's `modules_to_save`).
     """
 
     options: AdapterOptions
     values: dict[str, Tensors]
+    head: Names
+
+    def frozen(self, module: Any) -> tuple[str, ...]:
+        """Return the tags and names of all that does not train.
+
+        Args:
+            module: The base.
+
+        Raises:
+            ModelError: If more of the base trains than the task's head.
+        """
+        of_head = head_names(module)
+        if odd := sorted(self.head - of_head):
+            raise ModelError(f"'{odd[0]}' trains beside the adapter, but is no part of the head; leave it frozen")
+        return (BASE, *sorted(of_head - self.head)) if self.head else (ALL,)
 
 
 def hand_over_model(module: Any) -> Given:
@@ -78,7 +97,9 @@ def copy_of_given(path: str, config: Any, wanted: type[Any]) -> Any:
     module = given(path).value
     base = module.get_base_model() if _peft_of(module) else module
     if not isinstance(base, wanted):
-        raise ModelError(f"the model is a {type(base).__name__}, but the task needs a {wanted.__name__}; load it as one")
+        raise ModelError(
+            f"the model is a {type(base).__name__}, but the task needs a {wanted.__name__}; load it as one"
+        )
     before = base.config
     if config.num_labels != before.num_labels and config.id2label:
         raise ModelError(
@@ -133,7 +154,9 @@ def given_adapter(path: str) -> GivenAdapter | None:
                 for leaf, value in own.items()
                 if not leaf.startswith("base_layer.")
             }
-    more = {"kind": kind, "head": bool(config.modules_to_save)}
+    saved = re.compile(rf"\.modules_to_save\.{re.escape(name)}(?=\.)")
+    head = frozenset(saved.sub("", path) for path, _ in base.named_parameters() if saved.search(path))
+    more: dict[str, Any] = {"kind": kind, "head": bool(head)}
     if kind == "lora":
         more |= {
             "rank": config.r,
@@ -142,7 +165,7 @@ def given_adapter(path: str) -> GivenAdapter | None:
             "dora": bool(config.use_dora),
             "rslora": bool(config.use_rslora),
         }
-    return GivenAdapter(AdapterOptions(**more), values)
+    return GivenAdapter(AdapterOptions(**more), values, head)
 
 
 def _peft_of(module: Any) -> bool:

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from partita.core import memory
-from partita.core.given import is_given
+from partita.core.given import is_given, origin
 from partita.core.hub import offline_reason
 from partita.core.rng import Key, seeded
 from partita.core.tensors import Names, Tensors
@@ -357,6 +357,7 @@ def tokenizer_of(path: str) -> Any:
     Raises:
         ModelError: If the folder has none. transformers would then build one that knows only special tokens.
     """
+    path = origin(path)
     try:
         with without_logs():
             offline = Path(path).is_dir() or offline_reason() is not None

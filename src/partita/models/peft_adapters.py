@@ -280,7 +280,9 @@ def _sites(
         sites = {path: part for path, (part, _) in linear.items() if {path, path.rpartition(".")[0]} & paths}
         found = {path for path in paths if path in sites or any(each.startswith(f"{path}.") for each in sites)}
         if missing := sorted(paths - found):
-            raise ModelError(f"the adapter is at '{missing[0]}', which is no linear layer outside the head; leave it out")
+            raise ModelError(
+                f"the adapter is at '{missing[0]}', which is no linear layer outside the head; leave it out"
+            )
     for path, part in sites.items():
         out, into = _size(part)
         if options.kind != "ia3" and not 1 <= options.rank <= min(out, into):

@@ -118,7 +118,7 @@ def _forward(module: Any, inputs: Tensors) -> Output:
 
 
 def _try(model: PlainModel, task: TaskInfo) -> None:
-    """Run the module and its loss on two examples, so that a shape that does not fit is an error before any training."""
+    """Run the module and its loss on two examples, so that shapes that do not fit are refused early."""
     examples: Examples | None = getattr(task, "test", None)
     if examples is None or len(examples) < TRIED:
         return

@@ -9,7 +9,6 @@ import torch
 from partita.core.given import is_given
 from partita.core.rng import Key
 from partita.models import ModelError, Pooling
-from partita.models.adapter_options import frozen_part
 from partita.models.from_task import check_has_images, processor_of
 from partita.tasks import TaskInfo
 
@@ -74,13 +73,11 @@ def pretrained(
     has_head = prompt is None and kind.outputs != "vocabulary"
     half = None if dtype == "float32" else torch.bfloat16
     adapter = given_adapter(path) if is_given(path) else None
-    if adapter is not None:
-        frozen = (*frozen, frozen_part(adapter.options.head, kind.outputs))
     module = loading.load_module(path, config, auto_class, key, has_head, fresh_head, frozen, half, quantize)
     model = from_module(
         config.model_type,
         module,
-        frozen,
+        frozen if adapter is None else adapter.frozen(module),
         kind=kind,
         fixed=None if prompt is None else loading.texts(path, prompt, task),
         dtype=half,
