@@ -7,15 +7,14 @@ from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partita.core.given import Given, is_given
 from partita.core.options import OptionError, closest_match, format_value, options_of
 from partita.runs import Fitted, follow_run
 
 if TYPE_CHECKING:
+    from partita.core.given import Given
     from partita.core.method import Method
     from partita.data.objects import DataSource
     from partita.data.task import Task
-    from partita.experiment.config import Config
 
 TABLES = ("training", "federation", "engine", "evaluate", "checkpoint", "track", "privacy", "secure_aggregation")
 TABLES += ("stop", "sampling", "split")
@@ -76,9 +75,10 @@ def config_of(
 ) -> tuple[tuple[Given, ...], dict[str, Any]]:
     """Return the objects that are handed over, and the config that they make, as nested dicts."""
     from partita.data.objects import as_long_as_taken
+    from partita.experiment.handing_over import hand_over_data, hand_over_model_of
 
     held_data, reading, splitting = hand_over_data(data)
-    held_model, building = hand_over_any(model, loss)
+    held_model, building = hand_over_model_of(model, loss)
     for given in held_data:
         if hasattr(given.value, "all_special_ids"):  # a tokenizer, whose limits are those of its model
             given.config = getattr(getattr(model, "base_model", None), "config", None) or getattr(model, "config", None)
@@ -89,55 +89,10 @@ def config_of(
     raw["model"] = {**building, **raw.get("model", {})}
     if "split" not in raw:
         raise OptionError(
-            "nothing says which rows a client has; split the data: data.by('column'), data.split('iid', clients=10), or "
-            "a dict with a data set for each client"
+            "nothing says which rows a client has; split the data: data.by('column'), data.split('iid', clients=10), "
+            "or a dict with a data set for each client"
         )
     return (*held_data, *held_model), raw
-
-
-def hand_over_data(data: Any) -> tuple[tuple[Given, ...], dict[str, Any], Mapping[str, Any] | None]:
-    """Return the objects, the table `[data]`, and the table `[split]` if the data says it."""
-    from partita.data.objects import DataSource, from_dataset, from_task
-    from partita.data.task import Task
-
-    if isinstance(data, Mapping) and isinstance(data.get("name"), str):
-        return (), dict(data), None
-    if isinstance(data, str | Path):
-        raise OptionError(
-            f"data is {format_value(str(data))}; say how it is read: {{'name': 'text', 'path': {format_value(str(data))}, "
-            "'text': COLUMN, 'label': COLUMN}"
-        )
-    if isinstance(data, Task):
-        data = from_task(data)
-    source = data if isinstance(data, DataSource) else from_dataset(data)
-    return source.held, dict(source.reading), source.splitting
-
-
-def hand_over_any(model: Any, loss: Any = None) -> tuple[tuple[Given, ...], dict[str, Any]]:
-    """Return the object and the table `[model]`."""
-    import torch
-
-    if isinstance(model, str | Path | Mapping):
-        if loss is not None:
-            raise OptionError("loss is for a torch.nn.Module; models of transformers have the loss of their task")
-        named = isinstance(model, Mapping)
-        return (), dict(model) if named else {"name": "pretrained", "path": str(model)}  # type: ignore[arg-type]
-    if not isinstance(model, torch.nn.Module):
-        raise OptionError(
-            f"the model is a {type(model).__name__}; give a module of transformers, a torch.nn.Module, a folder, an id "
-            "on the Hub, or the table [model] as a dict"
-        )
-    if hasattr(model, "config") and (hasattr(model, "get_base_model") or hasattr(model, "save_pretrained")):
-        from partita.models.given_model import hand_over_model
-
-        if loss is not None:
-            raise OptionError("loss is for a torch.nn.Module; models of transformers have the loss of their task")
-        given = hand_over_model(model)
-        return (given,), {"name": "pretrained", "path": given.name}
-    from partita.models.plain import hand_over_module
-
-    given = hand_over_module(model, loss)
-    return (given,), {"name": "module", "path": given.name}
 
 
 def _method_table(method: Any) -> dict[str, Any]:
@@ -183,27 +138,3 @@ def _as_table(name: str, value: Any) -> dict[str, Any]:
     if not is_dataclass(value) or isinstance(value, type):
         raise OptionError(f"{name} is {format_value(value)}; it must be a dict with the keys of [{name}]")
     return {key: each for key, each in asdict(value).items() if each is not None}
-
-
-def hand_over_again(config: Config | Mapping[str, Any], model: Any, data: Any, loss: Any) -> tuple[Given, ...]:
-    """Hand over the objects of a recorded run again.
-
-    Raises:
-        OptionError: If they are not those with which the run began.
-    """
-    held: list[Given] = []
-    for what, value, table in (("data", data, config["data"]), ("model", model, config["model"])):  # type: ignore[index]
-        recorded = table.get("path")
-        if value is None or not is_given(recorded):
-            continue
-        if what == "data":
-            objects, made, _ = hand_over_data(value)
-        else:
-            objects, made = hand_over_any(value, loss)
-        if made.get("path") != recorded:
-            raise OptionError(
-                f"the {what} is not the one with which the run began: its digest is {made.get('path', 'none')}, and the "
-                f"run's is {recorded}; hand over the same {what}"
-            )
-        held += objects
-    return tuple(held)

@@ -119,12 +119,15 @@ class Fitted:
 
         Raises:
             CodeError: If the run uses own code that this user has not run before.
-            ExportError: If the model is none of transformers, PEFT or the user's own.
+            ModelError: If the model is none of transformers, PEFT or the user's own.
         """
+        from partita.experiment.export import without_copies
         from partita.experiment.recorded_model import load_recorded_model
-        from partita.experiment.trained import trained_module
+        from partita.models.trained import trained_module
 
-        return trained_module(load_recorded_model(self.folder, round, trust_code), client)
+        recorded = load_recorded_model(self.folder, round, trust_code)
+        path = recorded.experiment.config.model.get("path")
+        return trained_module(*without_copies(recorded.experiment.model, recorded.params(client)), path)
 
     def functional(
         self, client: str | None = None, trust_code: bool = False, round: RoundChoice = "last"
@@ -342,7 +345,7 @@ def load_run(folder: Path | str, *, model: Any = None, data: Any = None, loss: A
     record = load_record(folder)
     if model is None and data is None:
         return Fitted(record)
-    from partita.fitting import hand_over_again
+    from partita.experiment.handing_over import hand_over_again
 
     return Fitted(record, hand_over_again(record.config, model, data, loss))
 

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import partita as pt
-from partita.fitting import hand_over_any
+from partita.experiment.handing_over import hand_over_model_of
 from partita.models.functional import without_logs
 
 WORDS = ["good", "bad", "great", "awful", "fine", "poor", "film", "was", "it", "and"]
@@ -199,7 +199,7 @@ def test_labels_of_language_modeling_are_shifted_as_in_transformers(tmp_path: Pa
             float(model(torch.tensor([row]), labels=torch.tensor([of])).loss)
             for row, of in zip(ids, labels, strict=True)
         ]
-    [_held], table = hand_over_any(model)
+    [_held], table = hand_over_model_of(model)
     ours = pt.models.build("pretrained", task, pt.Key(0), path=table["path"])
     found = ours.losses(
         ours(ours.initial, (batch := task.train.take(torch.arange(len(task.train)))).inputs), batch.targets

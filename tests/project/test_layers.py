@@ -20,7 +20,7 @@ CORE = [
     ["core.chacha"],
     ["core.tensors", "core.rng", "core.options", "core.memory", "core.discrete_gaussian"],
     ["core.keyed_bits"],
-    ["core.own_code"],
+    ["core.own_code", "core.given"],
     ["core.registry", "core.rules"],
     ["core.data", "core.noise", "core.dp_settings", "core.secure_settings", "core.update", "core.sampling"],
     ["core.client_noise", "core.group_units"],
@@ -54,7 +54,7 @@ ABOVE_CORE = {
     "site": ["experiment", "engines", "privacy", "storage", "data"],
 }
 EVERYWHERE = "record"  # what a run records; all may import it
-TOP_LEVEL = ["__init__", "__main__", "cli", "runs"]  # may import anything, and no other may import them
+TOP_LEVEL = ["__init__", "__main__", "cli", "runs", "fitting"]  # may import anything, and no other may import them
 # They read run folders, so they may import only themselves, what is named here, and the modules in FILES.
 REPORT_ONLY: dict[str, list[str]] = {EVERYWHERE: [], "report": [EVERYWHERE], "watch": ["report", EVERYWHERE]}
 FILES = ["storage.atomic_files", "storage.png", "storage.processes", "storage.safe_text"]
@@ -78,7 +78,7 @@ LIBRARIES = {
     "jinja2": ["report.templating", "watch", "site.kit.templating"],
     "markupsafe": ["report.templating"],
     "transformers": ["models", "data.tokenization", "data.chat_template"],
-    "peft": ["models.exported", "models.peft_adapters"],
+    "peft": ["models.exported", "models.given_model", "models.peft_adapters", "models.trained"],
     "huggingface_hub": ["experiment.model_card", "experiment.hub_push"],
     "sklearn": ["data", "evaluation"],
     "rouge_score": ["evaluation.generation"],

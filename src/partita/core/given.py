@@ -53,7 +53,7 @@ def is_given(path: object) -> bool:
 
 
 def origin(path: str | None) -> str:
-    """Return where a model was loaded from: the path itself, or what a module that was handed over says; "" if unknown."""
+    """Return where a model comes from: its path, or what a module that was handed over says; "" if unknown."""
     if not is_given(path):
         return path or ""
     value = given(path).value

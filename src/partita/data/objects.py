@@ -20,7 +20,7 @@ from partita.data.digest import examples_digest
 from partita.data.errors import DataError, need
 from partita.data.task import Table, Task
 from partita.data.tokenization import load_tokenizer
-from partita.tasks import IMAGE, IMAGE_REGRESSION, TEXT, TEXT_REGRESSION, TaskKind
+from partita.tasks import IMAGE, IMAGE_REGRESSION, TEXT, TEXT_REGRESSION
 
 CLIENT = "client"  # column with the client of a row, if the data is a dict of clients
 LENGTHS = ("max_length", "block_size", "max_target_length")
@@ -180,8 +180,8 @@ def _reader(named: set[str], columns: Sequence[str]) -> str:
     what = f"the columns {', '.join(sorted(named))} do not tell a task" if named else "no column is named"
     known = ", ".join(f"{' + '.join(each.split())} ({reader})" for each, reader in READERS.items())
     raise DataError(
-        f"{what}; the data has {', '.join(columns)}: say what they hold, as in partita.from_dataset(data, text='review', "
-        f"label='stars'). These are known: {known}"
+        f"{what}; the data has {', '.join(columns)}: say what they hold, as in partita.from_dataset(data, "
+        f"text='review', label='stars'). These are known: {known}"
     )
 
 
@@ -239,8 +239,8 @@ def _rows(data: Any) -> Any:
         data = data.dataset
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or isinstance(data, str | bytes):
         raise DataError(
-            f"data is a {type(data).__name__}; give a datasets.Dataset, a pandas DataFrame, a list of dicts, or a torch "
-            "Dataset with a length"
+            f"data is a {type(data).__name__}; give a datasets.Dataset, a pandas DataFrame, a list of dicts, or a "
+            "torch Dataset with a length"
         )
     rows = [data[place] for place in range(len(data))]
     if not rows:
@@ -288,11 +288,9 @@ def _tensor_task(parts: Mapping[str, Table]) -> Task:
         train, test = (_select(parts["train"], rows.sort().values) for rows in (order[count:], order[:count]))
     numbers = train.targets.is_floating_point()
     pixels = train.inputs.get("pixel_values")
-    kind: TaskKind
-    if pixels is not None:
-        kind = IMAGE_REGRESSION if numbers else IMAGE
-    else:
-        kind = TEXT_REGRESSION if numbers else TEXT  # whose scores are those of any numbers and classes
+    # Without images, the scores of texts, which are those of any numbers and classes.
+    kinds = (IMAGE_REGRESSION, IMAGE) if pixels is not None else (TEXT_REGRESSION, TEXT)
+    kind = kinds[0] if numbers else kinds[1]
     targets = train.targets
     if numbers:
         width = 1 if targets.ndim == 1 else targets.shape[1]

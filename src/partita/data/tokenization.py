@@ -261,8 +261,8 @@ def text_encoder(path: str | None, limit: int, words: bool = False, option: str 
     """
     if path is None or not has_tokenizer(path):
         raise DataError(
-            "a text task needs a tokenizer; set data.tokenizer, or model.path to use the model's tokenizer; with objects, "
-            "partita.from_dataset(..., tokenizer=...)"
+            "a text task needs a tokenizer; set data.tokenizer, or model.path to use the model's tokenizer; with "
+            "objects, partita.from_dataset(..., tokenizer=...)"
         )
     tokenizer, shortest, longest = load_tokenizer(path, words)
     if not shortest <= limit <= longest:

@@ -112,7 +112,7 @@ def form_of(recorded: RecordedModel, merge: bool = False) -> Form:
     Raises:
         ExportError: If the model cannot be exported, or not like this.
     """
-    model, config = _plain(recorded.experiment.model, {})[0], recorded.experiment.config
+    model, config = without_copies(recorded.experiment.model, {})[0], recorded.experiment.config
     if isinstance(model, FunctionalModel) and model.only_here:
         raise ExportError(
             f"{recorded.folder} cannot be exported: {model.only_here}; predict with 'partita predict', or train with "
@@ -169,7 +169,7 @@ def _write(
     """Write a model and `partita.json`."""
     experiment = recorded.experiment
     config, task = experiment.config, experiment.federation.task
-    model, params = _plain(experiment.model, params)
+    model, params = without_copies(experiment.model, params)
     folder.mkdir(parents=True, exist_ok=True)
     with without_logs():
         if form == "prompts":
@@ -192,7 +192,7 @@ def _source(path: str | None) -> str:
     return str(Path(path).resolve()) if path and Path(path).is_dir() else path or ""
 
 
-def _plain(model: Model, params: Tensors) -> tuple[Model, Tensors]:
+def without_copies(model: Model, params: Tensors) -> tuple[Model, Tensors]:
     """Return the model without personal copies. The parameters of a client hold its own values already."""
     while isinstance(model, PersonalCopyModel):
         params = {name: value for name, value in params.items() if name in model.base.initial}

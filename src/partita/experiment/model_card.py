@@ -16,8 +16,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from partita import methods
-from partita.evaluation import Evaluator
 from partita.core.given import is_given
+from partita.evaluation import Evaluator
 from partita.experiment import run_folder
 from partita.experiment.exported import Export, Form
 from partita.experiment.recorded_model import RecordedModel

@@ -17,9 +17,8 @@ from partita.core import tensors
 from partita.core.given import Given, given, hand_over
 from partita.core.tensors import Names, Tensors
 from partita.models import ModelError
-from partita.models.adapter_options import AdapterOptions
+from partita.models.adapter_options import AdapterOptions, frozen_part
 from partita.models.architectures import head_names
-from partita.models.hugging_face import ALL, BASE
 
 KINDS = {"LORA": "lora", "IA3": "ia3"}  # PEFT's names of the adapters that can be handed over
 
@@ -50,7 +49,7 @@ class GivenAdapter:
         of_head = head_names(module)
         if odd := sorted(self.head - of_head):
             raise ModelError(f"'{odd[0]}' trains beside the adapter, but is no part of the head; leave it frozen")
-        return (BASE, *sorted(of_head - self.head)) if self.head else (ALL,)
+        return frozen_part(bool(self.head), "classes"), *sorted(of_head - self.head if self.head else ())
 
 
 def hand_over_model(module: Any) -> Given:

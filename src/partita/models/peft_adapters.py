@@ -255,7 +255,8 @@ def _sites(
 ) -> dict[str, torch.nn.Module]:
     """Return the linear layers at these paths, or with the roles of the options, by path.
 
-    The head is excluded because it trains in full. The parts of a split query-key-value projection become layers of their own.
+    The head is excluded because it trains in full. The parts of a split query-key-value projection become layers of
+    their own.
     """
     if Conv1D in types and options.kind == "lora" and not options.dora:
         types = (*types, split_qkv.Part)
