@@ -7,7 +7,8 @@ from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partita.core.options import OptionError, closest_match, format_value, options_of
+from partita.core.options import OptionError, closest_match, format_value
+from partita.core.registry import options_by_name
 from partita.runs import Fitted, follow_run
 
 if TYPE_CHECKING:
@@ -111,14 +112,9 @@ def _method_table(method: Any) -> dict[str, Any]:
 def _sorted_settings(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """Put each setting into its table."""
     from partita.core.settings import Training
-    from partita.models import INDEX
 
     of_training = {each.name for each in fields(Training)}
-    of_model = {"adapter"}
-    if model.get("name") in INDEX:
-        from partita.core.registry import find_function
-
-        of_model |= options_of(find_function(INDEX, model["name"], "model"), ("task", "key", "path")).keys()
+    of_model = {"adapter", *(options_by_name("model", model["name"]) if "name" in model else ())}
     raw: dict[str, Any] = {}
     for name, value in settings.items():
         if name in TABLES:

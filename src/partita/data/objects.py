@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from partita.core.given import Given, given, hand_over, is_given
-from partita.core.options import closest_match, options_of
-from partita.core.registry import find_function
+from partita.core.options import closest_match
+from partita.core.registry import options_by_name
 from partita.core.rng import Key
 from partita.data import INDEX, load
 from partita.data.dataset_files import ROWS_TOGETHER
@@ -157,7 +157,7 @@ def as_long_as_taken(reading: Mapping[str, Any]) -> dict[str, Any]:
     tokenizer = reading.get("tokenizer")
     if not is_given(tokenizer):
         return dict(reading)
-    known = options_of(find_function(INDEX, reading["name"], "data"), ("key",))
+    known = options_by_name("data", reading["name"])
     longest = load_tokenizer(tokenizer)[2]
     lengths = {name: known[name].default for name in LENGTHS if name in known}
     return {**{name: longest for name, length in lengths.items() if length > longest}, **reading}
