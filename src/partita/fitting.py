@@ -17,8 +17,19 @@ if TYPE_CHECKING:
     from partita.data.objects import DataSource
     from partita.data.task import Task
 
-TABLES = ("training", "federation", "engine", "evaluate", "checkpoint", "track", "privacy", "secure_aggregation")
-TABLES += ("stop", "sampling", "split")
+TABLES = (
+    "training",
+    "federation",
+    "engine",
+    "evaluate",
+    "checkpoint",
+    "track",
+    "privacy",
+    "secure_aggregation",
+    "stop",
+    "sampling",
+    "split",
+)
 
 
 def fit(

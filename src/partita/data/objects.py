@@ -120,7 +120,8 @@ def from_dataset(data: Any, *, tokenizer: Any = None, kind: str | None = None, *
         if option in COLUMNS and isinstance(column, str) and column not in _column_names(parts):
             raise DataError(f"the data has no column '{column}'; {closest_match(column, _column_names(parts))}")
     rows = hand_over(parts, _digest_of(parts))
-    held, reading = (rows,), {"name": kind, "path": rows.name, **options}
+    held: tuple[Given, ...] = (rows,)
+    reading = {"name": kind, "path": rows.name, **options}
     if tokenizer is not None:
         used = hand_over(tokenizer, tokenizer_digest(tokenizer))
         held, reading = (rows, used), {**reading, "tokenizer": used.name}
@@ -154,7 +155,7 @@ def given_task(path: str) -> Task:
 
 def as_long_as_taken(reading: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table `[data]` with the length that its tokenizer takes, if none is set and the default is longer."""
-    tokenizer = reading.get("tokenizer")
+    tokenizer = str(reading.get("tokenizer"))
     if not is_given(tokenizer):
         return dict(reading)
     known = options_by_name("data", reading["name"])

@@ -75,11 +75,12 @@ def _with_targets(
                     f"{len(tags)} names; name all tags"
                 )
         return TOKENS, tags, made
+    kind: TaskKind
+    classes: tuple[str, ...]
     if "float" in getattr(source.train.data.features[label], "dtype", ""):
-        kind, classes, targets = TEXT_REGRESSION, (label,), read_targets(source, [label])
+        kind, (classes, *targets) = TEXT_REGRESSION, ((label,), *read_targets(source, [label]))
     else:
-        classes, *found = one_label(source, label)
-        kind, targets = TEXT, (found[0], found[1])
+        kind, (classes, *targets) = TEXT, one_label(source, label)
     segments = [_column(part, SEGMENTS) if SEGMENTS in part.data.column_names else None for part in parts]
     return (
         kind,

@@ -87,8 +87,8 @@ def predict_file(
     source = open_source(folder, options.round, options.client, options.base, options.device, options.trust_code)
     if source.kind.head == "segmentation" and options.masks is None:
         raise OptionError("a model for segmentation writes a mask for each image; name a folder for them with --out")
-    place = file if isinstance(file, Path) else Path(HANDED_OVER)
-    predictor, number = _predictor(source, folder, place, options, cut or Cut()), 0
+    where = file if isinstance(file, Path) else Path(HANDED_OVER)
+    predictor, number = _predictor(source, folder, where, options, cut or Cut()), 0
     if isinstance(file, Path):
         batches = stream_rows(file, predictor.column, options.batch_size)
     else:
@@ -98,7 +98,7 @@ def predict_file(
         for name in options.columns:
             if name not in rows[0]:
                 raise OptionError(
-                    f"--columns names '{name}', which {place} does not have; {closest_match(name, rows[0])}"
+                    f"--columns names '{name}', which {where} does not have; {closest_match(name, rows[0])}"
                 )
         with torch.inference_mode():
             answers = predictor(rows, number)

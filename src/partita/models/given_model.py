@@ -147,7 +147,8 @@ def given_adapter(path: str) -> GivenAdapter | None:
     values: dict[str, Tensors] = {}
     for site, layer in base.named_modules():
         if isinstance(layer, BaseTunerLayer):
-            own = {path.replace(f".{name}", "", 1): value for path, value in layer.named_parameters()}
+            named: Any = layer
+            own = {path.replace(f".{name}", "", 1): value for path, value in named.named_parameters()}
             values[site] = {
                 leaf: value.detach().float().cpu().clone()
                 for leaf, value in own.items()

@@ -72,7 +72,7 @@ def hand_over_module(module: torch.nn.Module, loss: Loss | None = None) -> Given
     for code in (type(module), loss):
         state.update(f"{getattr(code, '__qualname__', code)}|".encode())
         with suppress(OSError, TypeError):  # typed into a shell, or not written in Python
-            state.update(inspect.getsource(code).encode() if code is not None else b"")  # type: ignore[arg-type]
+            state.update(inspect.getsource(code).encode() if code is not None else b"")
     state.update(tensors.digest({name: value.detach() for name, value in module.state_dict().items()}).encode())
     return hand_over((module, loss), state.hexdigest())
 
@@ -96,7 +96,7 @@ def module(task: TaskInfo, key: Key, *, path: str) -> PlainModel:
     empty_slots(slots)
     model = PlainModel(
         name=type(handed).__name__,
-        module=module,  # type: ignore[arg-type]
+        module=module,
         forward=_forward,
         initial=initial,
         tags={name: tags[name] for name in initial},
