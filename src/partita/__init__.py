@@ -55,4 +55,106 @@ __all__ = [
     "Context",
     "Engine",
     "Examples",
+    "FederationSettings",
     "Fitted",
+    "Job",
+    "Key",
+    "LayerSelection",
+    "Mean",
+    "Method",
+    "MethodError",
+    "Model",
+    "Names",
+    "Output",
+    "Phase",
+    "Plan",
+    "Population",
+    "PrivacyRelease",
+    "RoundInfo",
+    "RoundResult",
+    "Run",
+    "Schedule",
+    "Server",
+    "ServerRule",
+    "SimulationEngine",
+    "Slots",
+    "Tensors",
+    "Training",
+    "Update",
+    "UpdateTransform",
+    "average",
+    "check_method",
+    "compose",
+    "data",
+    "fit",
+    "from_dataset",
+    "load_run",
+    "method",
+    "methods",
+    "metric",
+    "models",
+    "rounds",
+    "run",
+    "score",
+    "share",
+    "share_everything",
+    "to_frame",
+]
+
+# Module -> its public names, the same as in the imports for type checkers above.
+_MODULES = {
+    "testing.conformance": ["check_method"],
+    "core.method": ["Method"],
+    "core.method_error": ["MethodError"],
+    "core.client_rule": ["ClientRule", "Context", "LayerSelection", "PrivacyRelease"],
+    "core.update_transform": ["UpdateTransform"],
+    "core.server_rule": ["Server", "ServerRule", "average"],
+    "core.compose": ["compose"],
+    "core.update": ["Aggregate", "Update"],
+    "core.data": ["Batch", "ClientData", "Examples", "Population"],
+    "core.model": ["Model", "Output"],
+    "core.optim": ["SGD", "AdamW", "Schedule"],
+    "core.plan": ["Phase", "Plan", "RoundInfo", "share", "share_everything"],
+    "core.rng": ["Key"],
+    "core.rounds": ["ClientFailure", "Engine", "RoundResult", "rounds"],
+    "core.client": ["ClientError", "ClientState", "Job"],
+    "core.tensors": ["Mean", "Names", "Slots", "Tensors"],
+    "core.settings": ["FederationSettings", "Run", "Training"],
+    "engines.simulation": ["SimulationEngine"],
+    "engines.availability": ["Availability"],
+    "evaluation": ["score"],
+    "evaluation.own_metrics": ["metric"],
+    "runs": ["Fitted", "load_run", "run", "to_frame"],
+    "fitting": ["fit"],
+    "data.objects": ["from_dataset"],
+    "methods": ["method"],
+}
+_MODULE_OF = {name: f"partita.{module}" for module, names in _MODULES.items() for name in names}
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("partita")
+    except PackageNotFoundError as error:
+        raise AttributeError("partita has no version because it is not installed: pip install -e .") from error
+
+
+if not TYPE_CHECKING:  # with a module __getattr__, type checkers would accept any name
+
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            value = _version()
+        elif name in _MODULE_OF:
+            value = getattr(import_module(_MODULE_OF[name]), name)
+        elif name in __all__:
+            value = import_module(f"partita.{name}")
+        else:
+            raise AttributeError(f"module 'partita' has no attribute '{name}'", name=name, obj=sys.modules[__name__])
+        globals()[name] = value  # later accesses do not call this function
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
