@@ -426,3 +426,11 @@ def test_tied_weights_are_one_parameter(tmp_path: Path) -> None:
     trained = run.model()
     assert trained.first.weight is trained.second.weight
     assert set(run.functional()[0].initial) == {"first.weight", "first.bias", "second.bias"}
+
+
+def test_workers_on_a_gpu_cannot_have_objects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from partita.experiment import builder
+
+    monkeypatch.setattr(builder, "_configure_torch", lambda engine: torch.device("cuda"))
+    with pytest.raises(ValueError, match="each worker loads the data itself, which was handed over as an object"):
+        pt.fit(bert(), reviews(), folder=tmp_path / "run", engine={"workers": 2}, **SMALL)

@@ -12,6 +12,7 @@ import torch
 
 from partita import data, methods, models
 from partita.core.batch_schedule import lengths_to_group
+from partita.core.given import is_given
 from partita.core.group_units import count_groups
 from partita.core.method import Method
 from partita.core.model import Model
@@ -71,8 +72,8 @@ def build(
         RunError: If the parts do not fit each other, or this machine cannot run them.
         CodeError: If own code has changed since the config was read.
     """
-    _check_environment(config)
     key, device = Key(config.seed), _configure_torch(config.engine)
+    _check_environment(config, device)
     method = build_method(config.method)
     fits.check(fits.Parts(config, method))
     method, held = _with_attackers(config, method, federation or build_data(config, method, key, task), key)
@@ -87,12 +88,18 @@ def build(
     return replace(experiment, pace=choose_pace(experiment, whole, held))
 
 
-def _check_environment(config: Config) -> None:
-    """Refuse changed own code and trackers that are not installed."""
+def _check_environment(config: Config, device: torch.device) -> None:
+    """Refuse changed own code, trackers that are not installed, and objects where new processes would need them."""
     check_recorded(config.code, digests(config.references()))
     for name in config.track.to:
         check_installed(name)
         find_function("tracker", name)
+    objects = [key for key in ("data", "model") if is_given(getattr(config, key).get("path"))]
+    if objects and config.engine.workers > 1 and device.type == "cuda":
+        raise RunError(
+            f"engine.workers is {config.engine.workers}, and on a GPU each worker loads the {objects[0]} itself, which "
+            "was handed over as an object; set engine.workers = 1, or give a path"
+        )
 
 
 def _check_task(config: Config, task: Task) -> None:
