@@ -5,6 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -434,3 +439,26 @@ def test_workers_on_a_gpu_cannot_have_objects(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(builder, "_configure_torch", lambda engine: torch.device("cuda"))
     with pytest.raises(ValueError, match="each worker loads the data itself, which was handed over as an object"):
         pt.fit(bert(), reviews(), folder=tmp_path / "run", engine={"workers": 2}, **SMALL)
+
+
+@pytest.mark.slow
+def test_a_run_survives_kill_9(tmp_path: Path) -> None:
+    script = f"""
+import sys; sys.path[:0] = {sys.path!r}
+from fitting.test_fit import *
+pt.fit(bert(), reviews(), folder={str(tmp_path / "run")!r}, **{{**SMALL, "rounds": 40}})
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
+    process = subprocess.Popen([sys.executable, "-c", script], env=environment)
+    rows_file = tmp_path / "run" / "rows.jsonl"
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if rows_file.exists() and rows_file.read_bytes().count(b"\n") >= 3:
+            break
+        time.sleep(0.005)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL  # and not finished before
+    whole = pt.fit(bert(), reviews(), folder=tmp_path / "whole", **{**SMALL, "rounds": 40})
+    done = pt.load_run(tmp_path / "run", model=bert(), data=reviews()).resume(progress=False)
+    assert len(done.rows) == 40
+    assert digest(done.folder) == digest(whole.folder)
