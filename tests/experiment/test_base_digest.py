@@ -101,10 +101,10 @@ def test_resumed_run_refuses_a_changed_base(folder: Path, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_finished_run_refuses_a_changed_base(folder: Path, tmp_path: Path) -> None:
     run = partita.run(config_beside(folder), tmp_path / "run")
-    run.model()
+    run.functional()
     change_weights(folder)
     with pytest.raises(RunError, match=r"the frozen weights in .* have changed"):
-        run.model()
+        run.functional()
     with pytest.raises(RunError, match=r"the frozen weights in .* have changed"):
         audit(run.folder)
 
@@ -113,13 +113,13 @@ def test_finished_run_refuses_a_changed_base(folder: Path, tmp_path: Path) -> No
 def test_run_without_a_recorded_digest_can_be_read(folder: Path, tmp_path: Path) -> None:
     run = partita.run(config_beside(folder, "model.frozen=[]", "method={name='fedavg'}"), tmp_path / "run")
     assert "base_digest" not in json.loads((run.folder / file_names.ENVIRONMENT).read_text())
-    run.model()
+    run.functional()
 
 
 def test_base_is_in_no_checkpoint_state_message_or_adapter(folder: Path, tmp_path: Path) -> None:
     changes = ("method.rank=1", "training.keep_optimizer=true", "training.optimizer=adamw")
     run = partita.run(config_beside(folder, *changes), tmp_path / "run")
-    model, params = run.model()
+    model, params = run.functional()
     model.save_pretrained(params, tmp_path / "adapter")  # type: ignore[attr-defined]
     held = set()
     for path in [*run.folder.rglob("*.safetensors"), *(tmp_path / "adapter").rglob("*.safetensors")]:

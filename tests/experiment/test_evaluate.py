@@ -47,7 +47,7 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[partita.RecordedRun, Path, Path]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[partita.Fitted, Path, Path]:
     """A run on texts, its exported folder, and its data."""
     folder = tmp_path_factory.mktemp("texts")
     encoder = write_encoder(folder / "encoder")
@@ -67,7 +67,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[partita.RecordedR
     return run, folder / "exported", folder / "data"
 
 
-Trained = tuple[partita.RecordedRun, Path, Path]
+Trained = tuple[partita.Fitted, Path, Path]
 
 
 def values(scores: dict[str, Any]) -> dict[str, float]:

@@ -137,11 +137,11 @@ def test_code_of_a_stranger_is_not_run(
     assert run_partita("ls", tmp_path)[0] == 0
     assert partita.load_run(folder).scores
     with pytest.raises(CodeError, match="not run or trusted"):
-        partita.load_run(folder).model()
+        partita.load_run(folder).functional()
     assert not (folder / "code" / "was_run").exists()
     if not listed:
         return  # it was changed, so nobody can continue it
-    model, params = partita.load_run(folder).model(trust_code=True)
+    model, params = partita.load_run(folder).functional(trust_code=True)
     assert params.keys() == model.initial.keys()
     assert (folder / "code" / "was_run").exists()
 
@@ -368,7 +368,7 @@ def test_python_runs_and_reads_runs(tmp_path: Path) -> None:
     assert done.config["method"]["share"] == 0.75
     assert done.scores == done.rows[-1]["test"]
     assert done.personal_scores["accuracy"].keys() == {"site-0", "site-1"}
-    assert {row["name"] for row in done.plan[0]["rows"]} == done.model()[1].keys()
+    assert {row["name"] for row in done.plan[0]["rows"]} == done.functional()[1].keys()
     again = partita.run(str(config), tmp_path / "runs" / "one", resume=True)
     assert again.scores == done.scores
     other = partita.run(
@@ -381,7 +381,7 @@ def test_python_runs_and_reads_runs(tmp_path: Path) -> None:
         partita.run(config, done.folder, resume=True, overwrite=True)
     with pytest.raises(run_folder.RunFolderError, match="already holds a finished run"):
         partita.run(config, done.folder)
-    model, params = done.model()
+    model, params = done.functional()
     scores = partita.score(model, params, build(load(config)).federation.test)
     assert scores["accuracy"] == done.scores["accuracy"]
 
@@ -395,7 +395,7 @@ def test_frame_has_a_row_for_each_round(tmp_path: Path) -> None:
     assert frame["round"].tolist() == [0, 1, 2] * 2
     assert frame["seed"].tolist() == [0] * 3 + [1] * 3
     assert set(frame["label"]) == {"half(share=0.75)"}
-    last = partita.load_run(tmp_path / "runs" / "seed-1").to_frame().iloc[-1]
+    last = partita.load_run(tmp_path / "runs" / "seed-1").frame.iloc[-1]
     row = partita.load_run(tmp_path / "runs" / "seed-1").rows[-1]
     assert last["test.wrong"] == row["test"]["wrong"]
     assert last["bytes.up"] == row["bytes"]["up"]
@@ -409,9 +409,9 @@ def test_frame_has_a_row_for_each_round(tmp_path: Path) -> None:
 def test_model_of_a_client_has_what_it_keeps(tmp_path: Path) -> None:
     config = write_own_code(tmp_path / "lab")
     done = partita.run(load(config, ["method={}", "method.name=fedper"]), tmp_path / "run")
-    shared, own, other = (done.model(client)[1] for client in (None, "site-0", "site-1"))
+    shared, own, other = (done.functional(client)[1] for client in (None, "site-0", "site-1"))
     heads = [name for name in shared if not own[name].equal(other[name])]
     assert heads
     assert all(own[name].equal(shared[name]) for name in shared if name not in heads)
     with pytest.raises(ValueError, match="has no client 'site-9'"):
-        done.model("site-9")
+        done.functional("site-9")

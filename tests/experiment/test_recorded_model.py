@@ -40,6 +40,6 @@ def test_untrained_server_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"nothing travels with 'local-only'.*--client c0"):
         done.export(tmp_path / "export")
     with pytest.raises(RunError, match="the server's model is untrained"):
-        done.model()
+        done.functional()
     assert not (tmp_path / "export").exists()
     assert (done.export(tmp_path / "own", client="c1") / WEIGHTS).is_file()

@@ -419,11 +419,11 @@ def test_rounds_best_last_and_by_number(tmp_path: Path) -> None:
     scores = {row["round"] + 1: row["validation"]["accuracy"] for row in run.rows}
     assert scores[best] == max(scores.values())
     assert load_recorded_model(tmp_path / "run", 4).saved.done == 4
-    last, newest = run.model(round=5)[1], run.model()[1]
+    last, newest = run.functional(round=5)[1], run.functional()[1]
     assert max_difference(last, newest) == 0
-    assert max_difference(run.model(round=4)[1], newest) > 0
+    assert max_difference(run.functional(round=4)[1], newest) > 0
     with pytest.raises(RunError, match=r"no checkpoint after 9 rounds, only after .*4, 5: .*--rounds 9 --out FOLDER"):
-        run.model(round=9)
+        run.functional(round=9)
     run.export(tmp_path / "best", round="best")
     assert read_export(tmp_path / "best").round == best
 

@@ -87,7 +87,7 @@ def test_unseen_clients_are_tested_but_never_train(tmp_path: Path) -> None:
     assert not set(unseen) & {*row["cohort"], *row["personal"]["accuracy"]}
     assert row["unseen"]["accuracy"].keys() == set(unseen)
     run = load_recorded(tmp_path / "run")
-    model, params = run.model()
+    model, params = run.functional()
     for client in unseen:
         expected = score(model, params, experiment.federation[client].test)
         assert {name: row["unseen"][name][client] for name in expected} == pytest.approx(expected)
@@ -99,7 +99,7 @@ def test_a_central_model_is_tested_on_unseen_clients_as_it_was_trained(tmp_path:
     settings = parse(config("centralized"))
     [row] = start(settings, tmp_path / "run")
     experiment = build(settings)
-    model, params = load_recorded(tmp_path / "run").model()
+    model, params = load_recorded(tmp_path / "run").functional()
     for client in experiment.federation.unseen:
         trained, initial = (score(model, own, experiment.federation[client].test) for own in (params, model.initial))
         assert row["unseen"]["loss"][client] == pytest.approx(trained["loss"])
@@ -117,7 +117,7 @@ def test_personal_parts_of_unseen_clients_have_their_initial_values(method: str,
     assert len(row["unseen"]["accuracy"]) == 2
     if method == "fedper":
         experiment = build(settings)
-        model, params = load_recorded(tmp_path / "run").model()
+        model, params = load_recorded(tmp_path / "run").functional()
         kept = {name: value for name, value in model.initial.items() if "head" in model.tags[name]}
         for client in experiment.federation.unseen:
             expected = score(model, {**params, **kept}, experiment.federation[client].test)["accuracy"]

@@ -57,6 +57,7 @@ from partita.models.architectures import ROLES, Architecture, table_tags
 from partita.models.attention import ALIGNMENT, attention_hook, scaled_dot_product
 from partita.models.functional import FunctionalModel
 from partita.models.hugging_face import from_module
+from partita.models.plain import hand_over_module
 from partita.models.pretrained import pretrained
 from partita.models.vit import vit
 from partita.tasks import IMAGE, LM, MULTI_LABEL_TEXT, TEXT, TaskKind
@@ -596,8 +597,9 @@ def test_clip_compares_images_with_class_texts(tmp_path: Path) -> None:
 
 def test_every_model_in_the_index_can_be_built(tmp_path: Path) -> None:
     small_vit().save_pretrained(small_vit().initial, tmp_path)
+    held = hand_over_module(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(TASK.channels * TASK.size**2, 3)))
     for name in INDEX:
-        needed = {"pretrained": {"path": str(tmp_path)}, "clip": {"shape": "tiny"}}
+        needed = {"pretrained": {"path": str(tmp_path)}, "clip": {"shape": "tiny"}, "module": {"path": held.name}}
         model = build(name, TASK, KEY, **needed.get(name, {}))
         assert model(model.initial, random_images()).logits.shape == (EXAMPLES, 3)
 

@@ -219,7 +219,7 @@ def test_an_exported_model_chats_in_transformers(exported: Callable[..., Path], 
     from partita import load_run as recorded
 
     folder = exported()
-    model, params = recorded(tmp_path / "run").model()
+    model, params = recorded(tmp_path / "run").functional()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     given = tokenizer.apply_chat_template(
         [{"role": "user", "content": "what comes after one ?"}], add_generation_prompt=True, return_tensors="pt"
@@ -256,7 +256,7 @@ def test_lm_evaluation_harness_reads_an_exported_model(exported: Callable[..., P
     model = harness.HFLM(pretrained=str(exported()), device="cpu", batch_size=1)
     asked = instances.Instance("loglikelihood", {}, ("what comes after one ?", " two ."), 0)
     [(likelihood, _)] = model.loglikelihood([asked])
-    own, params = recorded(tmp_path / "run").model()
+    own, params = recorded(tmp_path / "run").functional()
     context, continuation = model._encode_pair(*asked.args)
     shares = own(params, {"input_ids": torch.tensor([context + continuation])}).logits[0].log_softmax(-1)
     expected = sum(float(shares[place - 1, token]) for place, token in enumerate(continuation, len(context)))
