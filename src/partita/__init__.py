@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from partita.methods import method
     from partita.runs import Fitted, load_run, run, to_frame
     from partita.testing.conformance import check_method
+    from partita.trainers import federate, patch
 
     __version__: str
 
@@ -86,6 +87,7 @@ __all__ = [
     "check_method",
     "compose",
     "data",
+    "federate",
     "fit",
     "from_dataset",
     "load_run",
@@ -93,6 +95,7 @@ __all__ = [
     "methods",
     "metric",
     "models",
+    "patch",
     "rounds",
     "run",
     "score",
@@ -128,6 +131,7 @@ _MODULES = {
     "fitting": ["fit"],
     "data.objects": ["from_dataset"],
     "methods": ["method"],
+    "trainers": ["federate", "patch"],
 }
 _MODULE_OF = {name: f"partita.{module}" for module, names in _MODULES.items() for name in names}
 

@@ -54,7 +54,7 @@ ABOVE_CORE = {
     "site": ["experiment", "engines", "privacy", "storage", "data"],
 }
 EVERYWHERE = "record"  # what a run records; all may import it
-TOP_LEVEL = ["__init__", "__main__", "cli", "runs", "fitting"]  # may import anything, and no other may import them
+TOP_LEVEL = ["__init__", "__main__", "cli", "runs", "fitting", "trainers"]  # may import anything, and no other may import them
 # They read run folders, so they may import only themselves, what is named here, and the modules in FILES.
 REPORT_ONLY: dict[str, list[str]] = {EVERYWHERE: [], "report": [EVERYWHERE], "watch": ["report", EVERYWHERE]}
 FILES = ["storage.atomic_files", "storage.png", "storage.processes", "storage.safe_text"]
@@ -77,7 +77,7 @@ LIBRARIES = {
     "matplotlib": ["report"],
     "jinja2": ["report.templating", "watch", "site.kit.templating"],
     "markupsafe": ["report.templating"],
-    "transformers": ["models", "data.tokenization", "data.chat_template"],
+    "transformers": ["models", "data.tokenization", "data.chat_template", "trainers"],
     "peft": ["models.exported", "models.given_model", "models.peft_adapters", "models.trained"],
     "huggingface_hub": ["experiment.model_card", "experiment.hub_push"],
     "sklearn": ["data", "evaluation"],
@@ -87,7 +87,7 @@ LIBRARIES = {
     "PIL": ["data"],
     "pandas": ["runs"],
     "pyarrow": ["data"],
-    "tomli_w": ["experiment", "site.kit.templating"],
+    "tomli_w": ["experiment", "site.kit.templating", "trainers"],
     "flwr": ["engines.flower", "experiment.flower_app", "site.answering"],
     "httpx": ["engines.flower.task_loop"],
     "optuna": ["experiment.trial_sampler"],

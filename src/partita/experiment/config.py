@@ -63,6 +63,7 @@ class ConfigError(ValueError):
 
 
 NOT_THE_RUN = ("engine.", "track.", "data.memory")  # settings in which starts of the same run may differ
+HANDED_OVER = "trainers"  # the name of data and models that a script handed over, which no config can build
 SITES_OWN = ("data", "engine")  # tables that a site may override; all others must match the server's
 
 
@@ -278,6 +279,11 @@ def parse(raw: Mapping[str, Any]) -> Config:
             raise unknown_key(key, Config.__dataclass_fields__)
         if (key in _TABLES or key in NAMED_TABLES) and not isinstance(value, Mapping):
             raise OptionError(f"{key} is {format_value(value)}; it must be a table, [{key}]")
+    if isinstance(handed := raw.get("data"), Mapping) and handed.get("name") == HANDED_OVER:
+        raise ConfigError(
+            "the data and the model of this run are Trainers that a script handed to partita; run that script again, "
+            "with resume = True to continue the run, and load its models there"
+        )
     raw = anchored(raw, Path())
     recorded, code = raw.pop(CODE, None), code_digests(raw)
     if recorded is not None:

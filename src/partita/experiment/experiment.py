@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from partita.core import tensors
 from partita.core.model import Model
-from partita.core.rounds import initial_server
+from partita.core.rounds import Engine, initial_server
 from partita.core.settings import Run
 from partita.data import Federation
 from partita.engines.availability import Availability, read_trace
@@ -19,6 +20,7 @@ from partita.evaluation import Evaluator
 from partita.experiment.config_tables import Config
 from partita.experiment.subgroups import Groups, find_groups
 from partita.privacy.guard import PrivacyGuard
+from partita.storage.client_store import ClientStore
 from partita.storage.initial_values import InitialValues
 from partita.training.cuda_graphs import GraphCache
 
@@ -44,7 +46,12 @@ class Pace:
 
 @dataclass(frozen=True)
 class Experiment:
-    """The parts of a run."""
+    """The parts of a run.
+
+    Attributes:
+        make_engine: Builds the engine if its clients do not compute with the model of partita. It also tests: on the
+            central examples of `federation` it answers with scores of its own.
+    """
 
     config: Config
     device: torch.device
@@ -54,6 +61,7 @@ class Experiment:
     evaluator: Evaluator
     guard: PrivacyGuard | None = None
     pace: Pace = field(default_factory=Pace)
+    make_engine: Callable[[Experiment, ClientStore], Engine] | None = None
 
     @cached_property
     def availability(self) -> Availability:

@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from partita.core import tensors
 from partita.core.dp_settings import PrivacyError
@@ -68,16 +69,24 @@ def start(
         RunFolderError: If the folder already holds a run; with `overwrite`, if it is not a run folder.
         RunError: If no client has training examples on this machine.
     """
-    if overwrite:
-        run_folder.refuse_others(folder)
-    else:
-        run_folder.refuse_run(folder)
+    check_free(folder, overwrite)
     experiment = build(config, new_secret(config))
     if first_with_examples(experiment.federation) is None:
         raise RunError(
             "no client has training examples on this machine; with split.name = 'site', run the sites with "
             "'partita flower', or set split.client to the site whose data is here"
         )
+    yield from start_built(experiment, folder, overwrite, on_reply, checkpoints)
+
+
+def start_built(
+    experiment: Experiment,
+    folder: Path,
+    overwrite: bool = False,
+    on_reply: OnReply | None = None,
+    checkpoints: bool = True,
+) -> Iterator[Row]:
+    """Start a run whose parts are built, in a folder that `check_free` allows, and yield one row per round."""
     listeners = _listeners(_admitted(experiment, folder), on_reply)
     with run_folder.lock(folder):
         if overwrite:
@@ -87,6 +96,14 @@ def start(
         with _engine_and_store(experiment, disk) as (engine, store):
             server = initial_server(experiment.run, experiment.model)
             yield from run_rounds(experiment, folder, engine, store, server, 0, listeners, checkpoints=checkpoints)
+
+
+def check_free(folder: Path, overwrite: bool = False) -> None:
+    """Raise RunFolderError if a run cannot start in this folder; see `start`."""
+    if overwrite:
+        run_folder.refuse_others(folder)
+    else:
+        run_folder.refuse_run(folder)
 
 
 def resume(config: Config, folder: Path, rounds: int | None = None, on_reply: OnReply | None = None) -> Iterator[Row]:
@@ -112,9 +129,24 @@ def resume(config: Config, folder: Path, rounds: int | None = None, on_reply: On
             f"extended to more than {planned} but not cut to {config.rounds}, so start a new run instead"
         )
     experiment = build(config, restore_secret(config, folder))
+    longer = planned if config.rounds > planned and identity else None
+    yield from resume_built(experiment, folder, on_reply, longer)
+
+
+def resume_built(
+    experiment: Experiment, folder: Path, on_reply: OnReply | None = None, planned: int | None = None
+) -> Iterator[Row]:
+    """Resume a run whose parts are built, as `resume` does.
+
+    Args:
+        experiment: The experiment.
+        folder: The run folder.
+        on_reply: Called for every client that replies.
+        planned: The number of rounds before, of a run that is extended; None if it is not.
+    """
     listeners = _listeners(_admitted(experiment, folder), on_reply)
     with run_folder.lock(folder):
-        if config.rounds > planned and identity:
+        if planned is not None:
             extension.check(experiment, planned, folder)
             run_folder.replace_files(folder, _derived_files(experiment))
         saved = restore_all(experiment, folder)
@@ -310,7 +342,7 @@ def _engine_and_store(experiment: Experiment, disk: DiskStore) -> Iterator[tuple
     """Build the engine, with its workers if there are several, and the store of the clients' state."""
     config = experiment.config.engine
     store: ClientStore = disk if config.client_state == "disk" else MemoryStore(disk)
-    engine = build_engine(experiment, store)
+    engine: Any = (experiment.make_engine or build_engine)(experiment, store)
 
     def masked(engine: Engine) -> Engine:
         secure = experiment.run.secure_aggregation is not None

@@ -1,0 +1,259 @@
+"""What a Trainer cannot do for a federation. Everything is refused before anything trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from partita.core import tensors
+from partita.core.client_rule import overrides
+from partita.core.method import Method
+from partita.core.method_error import MethodError
+from partita.core.options import OptionError
+from partita.core.plan import Plan, RoundInfo, plan_for
+from partita.core.settings import Run, RunError, Training
+from partita.trainers.model import TakenApart, TrainerModel
+
+# The tables that `federate` takes, with their keys; None for all.
+TABLES: Mapping[str, tuple[str, ...] | None] = {
+    "federation": (
+        "cohort",
+        "client_dropout",
+        "min_updates",
+        "skip_failed_clients",
+        "max_norm",
+        "max_examples",
+        "clients_have_initial_model",
+    ),
+    "evaluate": ("every", "personal_every", "max_clients", "drift"),
+    "training": ("keep_optimizer",),
+    "stop": ("epsilon",),
+    "checkpoint": None,
+    "track": None,
+    "sampling": None,
+    "privacy": None,
+    "secure_aggregation": None,
+    "label": None,
+}
+
+
+def check_tables(tables: Mapping[str, Any]) -> None:
+    """Refuse tables and settings that say what a Trainer says, or that need examples or a model of partita.
+
+    Raises:
+        OptionError: If there is one.
+    """
+    for table, value in tables.items():
+        if table not in TABLES:
+            raise OptionError(f"{table} is the Trainer's own here; leave it out, and choose from: {', '.join(TABLES)}")
+        keys = TABLES[table]
+        if keys is not None and (others := sorted(value.keys() - {*keys})):
+            raise OptionError(
+                f"{table}.{others[0]} does not reach into a Trainer; leave it out, and set what the Trainer has itself "
+                f"in its TrainingArguments ({table} takes {', '.join(keys)})"
+            )
+    unit = (tables.get("privacy") or {"unit": "client"}).get("unit", "example")
+    if unit != "client":
+        raise OptionError(
+            f"privacy.unit is '{unit}', which needs the gradient of each example, and a Trainer has none; set "
+            "privacy.unit to 'client', or train with partita.run"
+        )
+
+
+def check_trainer(client: str, trainer: Any) -> None:
+    """Refuse a Trainer whose model or optimizer cannot be put in and out between rounds.
+
+    Raises:
+        RunError: If it is one.
+    """
+    args = trainer.args
+    broken = {
+        "its model is sharded (FSDP, DeepSpeed or tensor parallelism), so no process holds a parameter; use DDP": (
+            trainer.is_fsdp_enabled
+            or trainer.is_deepspeed_enabled
+            or getattr(trainer, "is_fsdp_xla_enabled", False)
+            or getattr(trainer, "is_distributed_loading_by_transformers", False)
+        ),
+        "it copies its model to several GPUs in one process; start it with torchrun, or show it one GPU": args.n_gpu
+        > 1,
+        "model_init makes a new model in every train(); hand over a model": trainer.model_init is not None,
+        "it has an optimizer or a scheduler already, but every round makes new ones; leave `optimizers` out, name one "
+        "with optim or optimizer_cls_and_kwargs, and call train() only after partita has the Trainer": (
+            trainer.optimizer is not None or trainer.lr_scheduler is not None
+        ),
+        "auto_find_batch_size trains a part of a round twice; leave it out": args.auto_find_batch_size,
+        "data_seed gives every round the same order of examples; leave it out, the seed of the run says it": (
+            args.data_seed is not None
+        ),
+        "it has no train_dataset": trainer.train_dataset is None,
+    }
+    for reason, holds in broken.items():
+        if holds:
+            raise RunError(f"the Trainer of '{client}' cannot take part: {reason}")
+
+
+def training_of(trainer: Any, keep_optimizer: bool = False) -> Training:
+    """Return the settings of a Trainer, as far as partita has words for them. No client trains by them."""
+    args = trainer.args
+    sgd = "sgd" in optimizer_name(trainer)
+    return Training(
+        lr=args.learning_rate,
+        optimizer="sgd" if sgd else "adamw",
+        momentum=_momentum(trainer) if sgd else 0.0,
+        keep_optimizer=keep_optimizer,
+        batch_size=args.train_batch_size,
+        clip=args.max_grad_norm or None,
+    )
+
+
+def optimizer_name(trainer: Any) -> str:
+    """Return the name of a Trainer's optimizer, as client rules list it in `optimizers`."""
+    args = trainer.args
+    if trainer.optimizer_cls_and_kwargs is not None:
+        name = trainer.optimizer_cls_and_kwargs[0].__name__.lower()
+    else:
+        name = str(getattr(args.optim, "value", args.optim))
+    name = "adamw" if "adamw" in name else name
+    if name == "sgd" and _momentum(trainer):
+        name = "sgd with momentum"
+    equal = "constant" in str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) and not _warms_up(args)
+    return name if equal else f"{name} with unequal learning rates"
+
+
+def _warms_up(args: Any) -> bool:
+    return bool(args.warmup_steps or getattr(args, "warmup_ratio", 0))
+
+
+def _momentum(trainer: Any) -> float:
+    _, options = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    return float(options.get("momentum", 0.0))
+
+
+def check_method(method: Method) -> None:
+    """Refuse a method that needs examples, gradients at other points, or a model of partita.
+
+    Raises:
+        MethodError: If it is one.
+    """
+    trains_itself = f"{method.name} cannot run on a Trainer, because"
+    if method.extend is not None:
+        raise MethodError(f"{trains_itself} it adds parameters to the model; add them before, with PEFT")
+    if method.shape is not None:
+        raise MethodError(f"{trains_itself} it gives clients models of other shapes; use partita.run")
+    if method.pool:
+        raise MethodError(f"{trains_itself} it pools all data; give one Trainer all data")
+    if method.adapt is not None:
+        raise MethodError(f"{trains_itself} it fine-tunes a copy for each test; set method.finetune = 0")
+    if method.privacy is not None:
+        raise MethodError(f"{trains_itself} it clips the gradient of each example; use partita.run")
+    for rule in method.client_rules:
+        what = f"{trains_itself} {type(rule).__name__}"
+        if overrides(rule, "step_gradient"):
+            raise MethodError(f"{what} evaluates gradients at points of its own (step_gradient); use partita.run")
+        if overrides(rule, "optimizer_state"):
+            raise MethodError(f"{what} starts from an optimizer state of the server; use partita.run")
+        if rule.uses_data or rule.per_example:
+            raise MethodError(f"{what} reads the examples of a client or the output of its model; use partita.run")
+
+
+def check_steps(method: Method, client: str, trainer: Any) -> None:
+    """Refuse an optimizer or a clipping of gradients for which a rule is not derived.
+
+    Raises:
+        MethodError: If there is one.
+    """
+    name = optimizer_name(trainer)
+    for rule in (*method.client_rules, method.server_rule):
+        what = f"{method.name}: {type(rule).__name__}"
+        if rule.optimizers is not None and name not in rule.optimizers:
+            known = sorted(each for each in rule.optimizers if " with " not in each)
+            raise MethodError(
+                f"{what} is derived for {' or '.join(known)}, but the Trainer of '{client}' steps with {name}; set "
+                f"optim = '{'adamw_torch' if known[0] == 'adamw' else known[0]}' without momentum, lr_scheduler_type = "
+                "'constant' and no warm-up in its TrainingArguments"
+            )
+        if not rule.allows_clip and trainer.args.max_grad_norm:
+            raise MethodError(
+                f"{what} is derived for steps along the whole gradient, but the Trainer of '{client}' clips it; set "
+                "max_grad_norm = 0 in its TrainingArguments"
+            )
+
+
+def check_plans(run: Run, model: TrainerModel, clients: list[str]) -> None:
+    """Refuse plans of several phases, and those that take a fused projection apart.
+
+    Raises:
+        MethodError: If there is one.
+    """
+    apart = TakenApart(model)
+    for number, client in _first_and_changing(run, model, clients):
+        info = RoundInfo(number, run.rounds, client)
+        check_phases(run.method.name, plan_for(run.method.plan, model, info))
+        divided = plan_for(run.method.plan, apart, info) if apart.parts else None
+        for name, parts in apart.parts.items() if divided else ():
+            assert divided is not None
+            if any(
+                0 < len(parts & chosen) < len(parts)
+                for chosen in (divided.train, divided.up, divided.down, divided.keep)
+            ):
+                raise MethodError(
+                    f"{run.method.name}: round {number} treats queries, keys and values differently, but '{name}' "
+                    "holds them in one parameter; use partita.run, which splits it, or another model"
+                )
+
+
+def check_phases(method: str, plan: Plan) -> None:
+    """Refuse a plan that a single call of `train()` does not carry out.
+
+    Raises:
+        MethodError: If it has several phases or numbers of epochs of its own, or trains nothing.
+    """
+    if len(plan.phases) != 1 or plan.phases[0].epochs is not None:
+        raise MethodError(
+            f"{method}: a round has {len(plan.phases)} phases with epochs of their own, and a Trainer trains one; use "
+            "a method that trains all its parameters together"
+        )
+
+
+def _first_and_changing(run: Run, model: TrainerModel, clients: list[str]) -> Iterator[tuple[int, str]]:
+    """Yield the rounds in which the plan of a client changes, without a signal of the server."""
+    for client in clients:
+        last: Plan | None = None
+        for number in range(run.rounds):
+            plan = plan_for(run.method.plan, model, RoundInfo(number, run.rounds, client))
+            if plan != last:
+                yield number, client
+            last = plan
+
+
+def check_alike(models: Mapping[str, TrainerModel], first: str) -> None:
+    """Refuse clients whose models differ in what trains, in shapes or in frozen weights.
+
+    Raises:
+        RunError: If two differ.
+    """
+    expected, digests = models[first], dict[int, str]()
+
+    def base(model: TrainerModel) -> str:
+        key = id(next(iter(model.parameters.values()), None))
+        if key not in digests:
+            digests[key] = tensors.sha256(model.frozen_weights()) if model.frozen_tags else ""
+        return digests[key]
+
+    for client, model in models.items():
+        shapes = {name: (value.shape, value.dtype) for name, value in model.initial.items()}
+        for name in sorted(shapes.keys() ^ expected.initial.keys()):
+            raise RunError(f"'{name}' trains at '{client}' or at '{first}' only; give all Trainers the same model")
+        for name, (shape, dtype) in shapes.items():
+            wanted: torch.Tensor = expected.initial[name]
+            if (shape, dtype) != (wanted.shape, wanted.dtype):
+                raise RunError(
+                    f"'{name}' is {tuple(shape)} and {dtype} at '{client}', but {tuple(wanted.shape)} and "
+                    f"{wanted.dtype} at '{first}'; give all Trainers the same model"
+                )
+        if base(model) != base(expected):
+            raise RunError(
+                f"the frozen weights of '{client}' are not those of '{first}'; give all Trainers the same base"
+            )

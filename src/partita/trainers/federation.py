@@ -1,0 +1,250 @@
+"""A federation of Trainers in one process, recorded like every other run."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from torch import distributed
+
+from partita.core.method import Method
+from partita.core.options import OptionError
+from partita.core.rng import Key
+from partita.core.rounds import Engine, initial_server
+from partita.core.settings import RunError
+from partita.data import Federation, Table, Task
+from partita.data.client_ids import NamedClients
+from partita.evaluation.evaluator import Predictions
+from partita.experiment import run_folder, runner
+from partita.experiment.builder import build_method, build_run, new_secret
+from partita.experiment.config import HANDED_OVER, parse
+from partita.experiment.config_tables import Config
+from partita.experiment.experiment import Experiment
+from partita.experiment.recorded_model import RecordedModel
+from partita.experiment.run_names import default_folder
+from partita.record import file_names
+from partita.record.metric import Metric
+from partita.record.row import Row
+from partita.runs import RecordedRun, load_run
+from partita.secure_aggregation.eligibility import check_method as check_secure
+from partita.storage import checkpoint
+from partita.storage.client_store import ClientStore
+from partita.tasks import LM
+from partita.trainers import checks
+from partita.trainers.engine import CarryOut, Crew, Test, TrainerEngine, run_test
+from partita.trainers.model import TrainerModel
+from partita.trainers.site import TrainerSite
+
+LOSS = Metric("loss", higher_is_better=False, fraction=False)
+# What a record says of each Trainer.
+RECORDED = (
+    "optim",
+    "learning_rate",
+    "lr_scheduler_type",
+    "weight_decay",
+    "max_grad_norm",
+    "num_train_epochs",
+    "max_steps",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "seed",
+)
+
+
+class HandedOver(Config):
+    """A config whose data, model and training were Trainers. Its file says what they were, and does not start a run."""
+
+    def to_toml(self) -> str:
+        raw = tomllib.loads(super().to_toml())
+        return tomli_w.dumps({key: value for key, value in raw.items() if key not in ("training", "split", "engine")})
+
+
+@dataclass(frozen=True)
+class OwnScores:
+    """The scores that Trainers and the central test compute themselves. The first metric judges the run."""
+
+    metrics: tuple[Metric, ...]
+    batch: int = 1
+
+    @property
+    def primary(self) -> Metric:
+        return self.metrics[0]
+
+    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
+        raise RunError("the data of this run is with its Trainers, which score it themselves")
+
+    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None
+
+
+def federate(
+    trainers: Mapping[str, Any],
+    method: str | Mapping[str, Any] | Method,
+    *,
+    rounds: int,
+    folder: Path | str | None = None,
+    seed: int = 0,
+    test: Test | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    **tables: Any,
+) -> RecordedRun:
+    """Train several Trainers as the clients of one federation, and record the run.
+
+    In each round every Trainer gets the server's parameters, `train()` runs once, and the plan says what goes back. At
+    the end each module holds its client's model. Clients start from the first Trainer's parameters.
+
+    Args:
+        trainers: A Trainer for each client, by name: of transformers, or one that inherits from it, as TRL's do.
+        method: A method: its name, a table with its name and options, or a `Method`.
+        rounds: The number of rounds.
+        folder: The run folder. Default: runs/LABEL-seed-N.
+        seed: The seed of the run, also for the order of examples in each round.
+        test: Returns the scores of a module, for the central test. Default: no central test.
+        resume: If the folder holds this very run, continue it after its last finished round instead of failing.
+        overwrite: Delete the run in the folder first.
+        **tables: Tables of a config, such as `federation`, `privacy`, `secure_aggregation` and `evaluate`.
+
+    Raises:
+        RunError: If a Trainer cannot take part.
+        MethodError: If the method cannot run on Trainers.
+        OptionError: If a table does not apply to Trainers.
+        RunFolderError: If the folder already holds a run.
+    """
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise RunError("partita.federate runs in one process; use partita.patch, in which torchrun trains one client")
+    if resume and overwrite:
+        raise OptionError("resume continues a run and overwrite deletes it; choose one")
+    given = Path(folder) if folder else None
+    crew, experiment, place = assemble(trainers, method, rounds, seed, test, tables, given, resume)
+    deque(recorded_rows(experiment, crew.carry_out, place, resume, overwrite), maxlen=0)
+    put_last(experiment, crew, place)
+    return load_run(place)
+
+
+def assemble(
+    trainers: Mapping[str, Any],
+    method: str | Mapping[str, Any] | Method,
+    rounds: int,
+    seed: int,
+    test: Test | None,
+    tables: Mapping[str, Any],
+    folder: Path | None,
+    resume: bool,
+) -> tuple[Crew, Experiment, Path]:
+    """Build and check all parts of a run, and return them with its folder. The arguments are those of `federate`."""
+    if not trainers:
+        raise OptionError("there is no Trainer; give one for each client, by name")
+    checks.check_tables(tables)
+    for client, trainer in trainers.items():
+        checks.check_trainer(client, trainer)
+    table = (
+        {"name": "fedavg"} if isinstance(method, Method) else {"name": method} if isinstance(method, str) else method
+    )
+    scored = any(trainer.eval_dataset is not None for trainer in trainers.values())
+    evaluate = {"every": int(test is not None), "personal_every": int(scored), **tables.get("evaluate", {})}
+    config = parse({"rounds": rounds, "seed": seed, **tables, "method": table, "evaluate": evaluate})
+    built = method if isinstance(method, Method) else build_method(config.method)
+    checks.check_method(built)
+    if config.secure_aggregation is not None:
+        check_secure(built)
+    for client, trainer in trainers.items():
+        checks.check_steps(built, client, trainer)
+    models = {client: TrainerModel(trainer.model) for client, trainer in trainers.items()}
+    first, model = next(iter(models.items()))
+    if not model.initial:
+        raise RunError(f"no parameter of {model.name} requires a gradient, so nothing would train")
+    checks.check_alike(models, first)
+    keep = config.training.keep_optimizer
+    sites = {
+        client: TrainerSite(client, trainer, models[client], checks.training_of(trainer, keep), len(trainers) == 1)
+        for client, trainer in trainers.items()
+    }
+    named = config.method if not isinstance(method, Method) else {"name": method.name}
+    about = {"name": HANDED_OVER, "clients": {client: _about(site) for client, site in sites.items()}}
+    config = replace(
+        config,
+        method=named,
+        data=about,
+        split={"name": HANDED_OVER},
+        model={"name": HANDED_OVER, "path": model.name},
+        label=tables.get("label") or (method.name if isinstance(method, Method) else config.label),
+        training=sites[first].training,
+    )
+    config = HandedOver(**{item.name: getattr(config, item.name) for item in fields(Config)})
+    federation = _federation({client: site.size for client, site in sites.items()})
+    place = folder or default_folder(config.label, seed)
+    secret = runner.restore_secret(config, place) if resume and _holds_run(place) else new_secret(config)
+    run, guard = build_run(config, built, model, federation, Key(seed), secret)
+    checks.check_plans(run, model, [*trainers])
+    metrics = [LOSS] if test is None else [_metric(name) for name in run_test(test, trainers[first])]
+    evaluator = OwnScores(tuple(dict.fromkeys([*metrics, LOSS])))
+    experiment = Experiment(config, torch.device("cpu"), run, model, federation, evaluator, guard)
+    return Crew(run, model, sites, test), experiment, place
+
+
+def recorded_rows(
+    experiment: Experiment, carry_out: CarryOut, folder: Path, resume: bool = False, overwrite: bool = False
+) -> Iterator[Row]:
+    """Check the folder, and return the rows of the run, whose rounds run as rows are drawn."""
+
+    def make_engine(built: Experiment, store: ClientStore) -> Engine:
+        return TrainerEngine(built.run, built.federation.clients, store, carry_out, built.availability)
+
+    experiment = replace(experiment, make_engine=make_engine)
+    if not resume or not _holds_run(folder):
+        runner.check_free(folder, overwrite)
+        return runner.start_built(experiment, folder, overwrite)
+    recorded = tomllib.loads((folder / file_names.CONFIG).read_text(encoding="utf-8"))
+    given = tomllib.loads(experiment.config.to_toml())
+    if differing := sorted(key for key in {**recorded, **given} if recorded.get(key) != given.get(key)):
+        raise run_folder.RunFolderError(
+            f"{folder} holds another run: [{differing[0]}] is {recorded.get(differing[0])} there and "
+            f"{given.get(differing[0])} here; choose another folder"
+        )
+    run_folder.verify(folder)
+    return iter(()) if run_folder.finished(folder) else runner.resume_built(experiment, folder)
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / file_names.CONFIG).exists()
+
+
+def put_last(experiment: Experiment, crew: Crew, folder: Path) -> None:
+    """Put the model of each client after the last recorded round into its module."""
+    identity = run_folder.verify(folder)
+    first = initial_server(experiment.run, experiment.model)
+    saved = checkpoint.newest(
+        folder / file_names.CHECKPOINTS, identity, first, experiment.device, experiment.initial_values
+    )
+    recorded = RecordedModel(folder, identity or "", experiment, saved)
+    for client, site in crew.sites.items():
+        site.put(recorded.params(client))
+
+
+def _about(site: TrainerSite) -> dict[str, Any]:
+    """Return what the record says of a Trainer."""
+    trainer = site.trainer
+    args = {name: getattr(trainer.args, name) for name in RECORDED}
+    plain = {name: getattr(value, "value", value) for name, value in args.items()}
+    return {"trainer": type(trainer).__name__, "examples": site.size, **plain}
+
+
+def _federation(sizes: Mapping[str, int]) -> Federation:
+    """Return the clients with the numbers of their examples, which are not here."""
+    total = sum(sizes.values())
+    nothing = torch.arange(0)
+    parts = [(rows, nothing, nothing) for rows in torch.arange(total).split([*sizes.values()])]
+    task = Task(HANDED_OVER, Table({}, torch.zeros(total)), Table({}, torch.zeros(0)), (), kind=LM)
+    return Federation(task, NamedClients([*sizes]), parts)
+
+
+def _metric(name: str) -> Metric:
+    less = any(part in name for part in ("loss", "perplexity", "error", "mse", "mae"))
+    return Metric(name, not less, not less)
