@@ -7,8 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, Trainer
-from transformers import TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+)
 
 from partita.core.rng import Key, seeded
 
@@ -20,7 +26,7 @@ class Texts:
 
     def __init__(self, seed: int = 0, count: int = 9) -> None:
         draw = Key(seed).generator()
-        self.ids = torch.randint(1, 20, (count, 6), generator=draw)
+        self.ids = torch.randint(2, 20, (count, 6), generator=draw)
         self.labels = torch.randint(0, 2, (count,), generator=draw)
 
     def __len__(self) -> int:
@@ -39,7 +45,7 @@ class WordRows(Texts):
 
 def bert(**more: Any) -> BertForSequenceClassification:
     sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    plain = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 24}
+    plain = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 72}
     with seeded(Key(7)):
         return BertForSequenceClassification(BertConfig(**{**sizes, **plain, "max_position_embeddings": 16, **more}))
 

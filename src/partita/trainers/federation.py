@@ -145,25 +145,31 @@ def assemble(
     for client, trainer in trainers.items():
         checks.check_trainer(client, trainer)
     table = (
-        {"name": "fedavg"} if isinstance(method, Method) else {"name": method} if isinstance(method, str) else method
+        dict(method) if isinstance(method, Mapping) else {"name": "fedavg" if isinstance(method, Method) else method}
     )
-    scored = any(trainer.eval_dataset is not None for trainer in trainers.values())
-    evaluate = {"every": int(test is not None), "personal_every": int(scored), **tables.get("evaluate", {})}
-    config = parse({"rounds": rounds, "seed": seed, **tables, "method": table, "evaluate": evaluate})
-    built = method if isinstance(method, Method) else build_method(config.method)
+    built = method if isinstance(method, Method) else build_method(table)
     checks.check_method(built)
-    if config.secure_aggregation is not None:
-        check_secure(built)
     for client, trainer in trainers.items():
         checks.check_steps(built, client, trainer)
+    keep = bool(tables.get("training", {}).get("keep_optimizer", False))
+    training = {client: checks.training_of(trainer, keep) for client, trainer in trainers.items()}
+    steps = next(iter(training.values()))
+    scored = any(trainer.eval_dataset is not None for trainer in trainers.values())
+    filled = {
+        "evaluate": {"every": int(test is not None), "personal_every": int(scored), **tables.get("evaluate", {})},
+        "training": {"keep_optimizer": keep, "optimizer": steps.optimizer, "momentum": steps.momentum},
+    }
+    config = parse({"rounds": rounds, "seed": seed, **tables, "method": table, **filled})
+    if config.secure_aggregation is not None:
+        check_secure(built)
     models = {client: TrainerModel(trainer.model) for client, trainer in trainers.items()}
     first, model = next(iter(models.items()))
     if not model.initial:
         raise RunError(f"no parameter of {model.name} requires a gradient, so nothing would train")
     checks.check_alike(models, first)
-    keep = config.training.keep_optimizer
+    alone = len(trainers) == 1
     sites = {
-        client: TrainerSite(client, trainer, models[client], checks.training_of(trainer, keep), len(trainers) == 1)
+        client: TrainerSite(client, trainer, models[client], training[client], alone)
         for client, trainer in trainers.items()
     }
     named = config.method if not isinstance(method, Method) else {"name": method.name}
@@ -175,7 +181,7 @@ def assemble(
         split={"name": HANDED_OVER},
         model={"name": HANDED_OVER, "path": model.name},
         label=tables.get("label") or (method.name if isinstance(method, Method) else config.label),
-        training=sites[first].training,
+        training=steps,
     )
     config = HandedOver(**{item.name: getattr(config, item.name) for item in fields(Config)})
     federation = _federation({client: site.size for client, site in sites.items()})
