@@ -71,9 +71,9 @@ def test_an_optimizer_that_was_handed_over_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        (bert(num_labels=3), "'classifier.weight' is .* at 'b', but .* at 'a'"),
-        (bert(num_hidden_layers=1), "trains at 'b' or at 'a' only"),
-        ("frozen", "the frozen weights of 'b' are not those of 'a'"),
+        (bert(num_labels=3), "'classifier.bias' is .* at 'b', but .* at 'a'"),
+        (bert(num_hidden_layers=1), "is frozen at 'b', but .* at 'a'"),
+        ("frozen", "the frozen weights of 'b' and 'a' differ"),
     ],
     ids=["shape", "names", "base"],
 )

@@ -39,7 +39,11 @@ def play(client: partita.trainers.PatchedTrainer, trainer: Trainer) -> dict[str,
     return values_of(trainer)
 
 
-@pytest.mark.parametrize("more", [{}, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, ADAMW, {"num_train_epochs": 2, "gradient_accumulation_steps": 2}, {"max_steps": 7}],
+    ids=["sgd", "adamw", "epochs", "steps"],
+)
 @pytest.mark.fast_cases("sgd")
 def test_one_client_in_one_round_is_train(more: dict[str, Any], tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, **more)

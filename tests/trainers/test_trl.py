@@ -53,7 +53,7 @@ def sft(folder: Path, seed: int = 0) -> Any:
 
 
 def adapter_of(trainer: Any) -> dict[str, Tensor]:
-    return {name: value for name, value in trainer.model.named_parameters() if "lora_" in name}
+    return {name: value.detach() for name, value in trainer.model.named_parameters() if "lora_" in name}
 
 
 def payload(row: Any, way: str) -> int:

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from partita.core import tensors
-from partita.core.client_rule import overrides
+from partita.core.client_rule import ClientRule, overrides
 from partita.core.method import Method
 from partita.core.method_error import MethodError
 from partita.core.options import OptionError
 from partita.core.plan import Plan, RoundInfo, plan_for
+from partita.core.server_rule import ServerRule
 from partita.core.settings import Run, RunError, Training
 from partita.trainers.model import TakenApart, TrainerModel
 
 # The tables that `federate` takes, with their keys; None for all.
-TABLES: Mapping[str, tuple[str, ...] | None] = {
-    "federation": (
-        "cohort",
-        "client_dropout",
-        "min_updates",
-        "skip_failed_clients",
-        "max_norm",
-        "max_examples",
-        "clients_have_initial_model",
-    ),
-    "evaluate": ("every", "personal_every", "max_clients", "drift"),
-    "training": ("keep_optimizer",),
-    "stop": ("epsilon",),
-    "checkpoint": None,
-    "track": None,
-    "sampling": None,
-    "privacy": None,
-    "secure_aggregation": None,
-    "label": None,
+OWN_KEYS = {
+    "federation": "cohort client_dropout min_updates skip_failed_clients max_norm max_examples "
+    "clients_have_initial_model",
+    "evaluate": "every personal_every max_clients drift",
+    "training": "keep_optimizer",
+    "stop": "epsilon",
+}
+TABLES: Mapping[str, list[str] | None] = {
+    **{table: keys.split() for table, keys in OWN_KEYS.items()},
+    **dict.fromkeys(["checkpoint", "track", "sampling", "privacy", "secure_aggregation", "label"]),
 }
 
 
@@ -94,36 +85,43 @@ def check_trainer(client: str, trainer: Any) -> None:
             raise RunError(f"the Trainer of '{client}' cannot take part: {reason}")
 
 
-def training_of(trainer: Any, keep_optimizer: bool = False) -> Training:
-    """Return the settings of a Trainer, as far as partita has words for them. No client trains by them."""
+def size_of(trainer: Any) -> int:
+    """Return the number of training examples; of a stream, those of `max_steps`."""
     args = trainer.args
-    sgd = "sgd" in optimizer_name(trainer)
+    try:
+        return len(trainer.train_dataset)
+    except TypeError:
+        return int(args.max_steps * args.train_batch_size * args.world_size * args.gradient_accumulation_steps)
+
+
+def training_of(trainer: Any, keep_optimizer: bool = False) -> Training:
+    """Return the settings of a Trainer, as far as rules and the server read them. No client trains by them."""
+    args, sgd = trainer.args, optimizer_name(trainer).startswith("sgd")
+    most = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs) * size_of(trainer)
     return Training(
         lr=args.learning_rate,
         optimizer="sgd" if sgd else "adamw",
         momentum=_momentum(trainer) if sgd else 0.0,
         keep_optimizer=keep_optimizer,
-        batch_size=args.train_batch_size,
+        batch_size=1,
+        steps=max(1, most),  # the server refuses more
         clip=args.max_grad_norm or None,
     )
 
 
 def optimizer_name(trainer: Any) -> str:
-    """Return the name of a Trainer's optimizer, as client rules list it in `optimizers`."""
-    args = trainer.args
-    if trainer.optimizer_cls_and_kwargs is not None:
-        name = trainer.optimizer_cls_and_kwargs[0].__name__.lower()
-    else:
-        name = str(getattr(args.optim, "value", args.optim))
+    """Return the name of a Trainer's optimizer, as rules list it in `optimizers`."""
+    args, own = trainer.args, trainer.optimizer_cls_and_kwargs
+    name = own[0].__name__.lower() if own else str(plain(args.optim))
     name = "adamw" if "adamw" in name else name
-    if name == "sgd" and _momentum(trainer):
-        name = "sgd with momentum"
-    equal = "constant" in str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) and not _warms_up(args)
+    name = "sgd with momentum" if name == "sgd" and _momentum(trainer) else name
+    equal = str(plain(args.lr_scheduler_type)).startswith("constant") and not args.warmup_steps
     return name if equal else f"{name} with unequal learning rates"
 
 
-def _warms_up(args: Any) -> bool:
-    return bool(args.warmup_steps or getattr(args, "warmup_ratio", 0))
+def plain(value: Any) -> Any:
+    """Return a value of TrainingArguments without its enumeration."""
+    return getattr(value, "value", value)
 
 
 def _momentum(trainer: Any) -> float:
@@ -137,25 +135,27 @@ def check_method(method: Method) -> None:
     Raises:
         MethodError: If it is one.
     """
-    trains_itself = f"{method.name} cannot run on a Trainer, because"
+    why = ""
     if method.extend is not None:
-        raise MethodError(f"{trains_itself} it adds parameters to the model; add them before, with PEFT")
-    if method.shape is not None:
-        raise MethodError(f"{trains_itself} it gives clients models of other shapes; use partita.run")
-    if method.pool:
-        raise MethodError(f"{trains_itself} it pools all data; give one Trainer all data")
-    if method.adapt is not None:
-        raise MethodError(f"{trains_itself} it fine-tunes a copy for each test; set method.finetune = 0")
-    if method.privacy is not None:
-        raise MethodError(f"{trains_itself} it clips the gradient of each example; use partita.run")
+        why = "it adds parameters to the model; add them before, with PEFT"
+    elif method.shape is not None:
+        why = "it gives clients models of other shapes; use partita.run"
+    elif method.pool:
+        why = "it pools all data; give one Trainer all data"
+    elif method.adapt is not None:
+        why = "it fine-tunes a copy for each test; set method.finetune = 0"
+    elif method.privacy is not None:
+        why = "it clips the gradient of each example; use partita.run"
     for rule in method.client_rules:
-        what = f"{trains_itself} {type(rule).__name__}"
+        what = type(rule).__name__
         if overrides(rule, "step_gradient"):
-            raise MethodError(f"{what} evaluates gradients at points of its own (step_gradient); use partita.run")
-        if overrides(rule, "optimizer_state"):
-            raise MethodError(f"{what} starts from an optimizer state of the server; use partita.run")
-        if rule.uses_data or rule.per_example:
-            raise MethodError(f"{what} reads the examples of a client or the output of its model; use partita.run")
+            why = why or f"{what} evaluates gradients at points of its own (step_gradient); use partita.run"
+        elif overrides(rule, "optimizer_state"):
+            why = why or f"{what} starts from an optimizer state of the server; use partita.run"
+        elif rule.uses_data or rule.per_example:
+            why = why or f"{what} reads the examples of a client or the output of its model; use partita.run"
+    if why:
+        raise MethodError(f"{method.name} cannot run on a Trainer, because {why}")
 
 
 def check_steps(method: Method, client: str, trainer: Any) -> None:
@@ -165,7 +165,8 @@ def check_steps(method: Method, client: str, trainer: Any) -> None:
         MethodError: If there is one.
     """
     name = optimizer_name(trainer)
-    for rule in (*method.client_rules, method.server_rule):
+    rules: tuple[ClientRule | ServerRule, ...] = (*method.client_rules, method.server_rule)
+    for rule in rules:
         what = f"{method.name}: {type(rule).__name__}"
         if rule.optimizers is not None and name not in rule.optimizers:
             known = sorted(each for each in rule.optimizers if " with " not in each)
@@ -188,18 +189,17 @@ def check_plans(run: Run, model: TrainerModel, clients: list[str]) -> None:
         MethodError: If there is one.
     """
     apart = TakenApart(model)
-    for number, client in _first_and_changing(run, model, clients):
-        info = RoundInfo(number, run.rounds, client)
-        check_phases(run.method.name, plan_for(run.method.plan, model, info))
-        divided = plan_for(run.method.plan, apart, info) if apart.parts else None
-        for name, parts in apart.parts.items() if divided else ():
-            assert divided is not None
-            if any(
-                0 < len(parts & chosen) < len(parts)
-                for chosen in (divided.train, divided.up, divided.down, divided.keep)
-            ):
+    seen = set[Plan]()
+    for info in (RoundInfo(number, run.rounds, client) for client in clients for number in range(run.rounds)):
+        plan = plan_for(run.method.plan, apart, info)
+        if plan in seen:
+            continue
+        seen.add(plan)
+        check_phases(run.method.name, plan)
+        for name, parts in apart.parts.items():
+            if any(0 < len(parts & chosen) < len(parts) for chosen in (plan.train, plan.up, plan.down, plan.keep)):
                 raise MethodError(
-                    f"{run.method.name}: round {number} treats queries, keys and values differently, but '{name}' "
+                    f"{run.method.name}: round {info.round} treats queries, keys and values differently, but '{name}' "
                     "holds them in one parameter; use partita.run, which splits it, or another model"
                 )
 
@@ -217,43 +217,27 @@ def check_phases(method: str, plan: Plan) -> None:
         )
 
 
-def _first_and_changing(run: Run, model: TrainerModel, clients: list[str]) -> Iterator[tuple[int, str]]:
-    """Yield the rounds in which the plan of a client changes, without a signal of the server."""
-    for client in clients:
-        last: Plan | None = None
-        for number in range(run.rounds):
-            plan = plan_for(run.method.plan, model, RoundInfo(number, run.rounds, client))
-            if plan != last:
-                yield number, client
-            last = plan
-
-
 def check_alike(models: Mapping[str, TrainerModel], first: str) -> None:
     """Refuse clients whose models differ in what trains, in shapes or in frozen weights.
 
     Raises:
         RunError: If two differ.
     """
-    expected, digests = models[first], dict[int, str]()
-
-    def base(model: TrainerModel) -> str:
-        key = id(next(iter(model.parameters.values()), None))
-        if key not in digests:
-            digests[key] = tensors.sha256(model.frozen_weights()) if model.frozen_tags else ""
-        return digests[key]
-
+    bases: dict[int, str] = {}
     for client, model in models.items():
-        shapes = {name: (value.shape, value.dtype) for name, value in model.initial.items()}
-        for name in sorted(shapes.keys() ^ expected.initial.keys()):
-            raise RunError(f"'{name}' trains at '{client}' or at '{first}' only; give all Trainers the same model")
-        for name, (shape, dtype) in shapes.items():
-            wanted: torch.Tensor = expected.initial[name]
-            if (shape, dtype) != (wanted.shape, wanted.dtype):
+        key = id(next(iter(model.parameters.values()), None))  # Trainers may share a module
+        if key not in bases:
+            bases[key] = tensors.sha256(model.frozen_weights()) if model.frozen_tags else ""
+        here, there = _forms(model), _forms(models[first])
+        for name in sorted(here.keys() | there.keys()):
+            one, other = here.get(name, "frozen"), there.get(name, "frozen")
+            if one != other:
                 raise RunError(
-                    f"'{name}' is {tuple(shape)} and {dtype} at '{client}', but {tuple(wanted.shape)} and "
-                    f"{wanted.dtype} at '{first}'; give all Trainers the same model"
+                    f"'{name}' is {one} at '{client}', but {other} at '{first}'; give all Trainers the same model"
                 )
-        if base(model) != base(expected):
-            raise RunError(
-                f"the frozen weights of '{client}' are not those of '{first}'; give all Trainers the same base"
-            )
+        if len({*bases.values()}) > 1:
+            raise RunError(f"the frozen weights of '{client}' and '{first}' differ; give all Trainers the same base")
+
+
+def _forms(model: TrainerModel) -> dict[str, str]:
+    return {name: f"{tuple(value.shape)} and {value.dtype}" for name, value in model.initial.items()}

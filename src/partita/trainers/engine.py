@@ -153,18 +153,14 @@ class Ranks:
 
     def share(self, order: Order | str | None) -> Order | str | None:
         """Return what the first process passes: an order, the reason of a failure, or None at the end."""
-        if not self.several:
-            return order
-        is_order = isinstance(order, Order)
-        head = replace(order, job=replace(order.job, params={})) if is_order else order
-        sent: list[Any] = [head, sorted(order.job.params) if is_order else []]
-        distributed.broadcast_object_list(sent, src=0, device=self.device)
-        params = (
-            order.job.params if is_order else {name: torch.empty_like(self.model.initial[name]) for name in sent[1]}
-        )
-        params = {name: params[name] for name in sent[1]}
-        self.copy(params)
-        return order if is_order else replace(sent[0], job=replace(sent[0].job, params=params)) if sent[1] else sent[0]
+        params = order.job.params if isinstance(order, Order) else {}
+        head = replace(order, job=replace(order.job, params={})) if isinstance(order, Order) else order
+        head, names = self.agree((head, sorted(params)))
+        if not isinstance(head, Order):
+            return head
+        shared = {name: params[name] if self.first else torch.empty_like(self.model.initial[name]) for name in names}
+        self.copy(shared)
+        return replace(head, job=replace(head.job, params=shared))
 
     def agree(self, value: T) -> T:
         """Return the value of the first process."""

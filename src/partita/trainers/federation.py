@@ -32,7 +32,6 @@ from partita.record import file_names
 from partita.record.metric import Metric
 from partita.record.row import Row
 from partita.runs import RecordedRun, load_run
-from partita.secure_aggregation.eligibility import check_method as check_secure
 from partita.storage import checkpoint
 from partita.storage.client_store import ClientStore
 from partita.tasks import LM
@@ -44,16 +43,8 @@ from partita.trainers.site import TrainerSite
 LOSS = Metric("loss", higher_is_better=False, fraction=False)
 # What a record says of each Trainer.
 RECORDED = (
-    "optim",
-    "learning_rate",
-    "lr_scheduler_type",
-    "weight_decay",
-    "max_grad_norm",
-    "num_train_epochs",
-    "max_steps",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "seed",
+    *("optim", "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm", "num_train_epochs", "max_steps"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "seed"),
 )
 
 
@@ -153,15 +144,13 @@ def assemble(
         checks.check_steps(built, client, trainer)
     keep = bool(tables.get("training", {}).get("keep_optimizer", False))
     training = {client: checks.training_of(trainer, keep) for client, trainer in trainers.items()}
-    steps = next(iter(training.values()))
+    steps = replace(next(iter(training.values())), steps=max(each.steps or 0 for each in training.values()))
     scored = any(trainer.eval_dataset is not None for trainer in trainers.values())
     filled = {
         "evaluate": {"every": int(test is not None), "personal_every": int(scored), **tables.get("evaluate", {})},
         "training": {"keep_optimizer": keep, "optimizer": steps.optimizer, "momentum": steps.momentum},
     }
     config = parse({"rounds": rounds, "seed": seed, **tables, "method": table, **filled})
-    if config.secure_aggregation is not None:
-        check_secure(built)
     models = {client: TrainerModel(trainer.model) for client, trainer in trainers.items()}
     first, model = next(iter(models.items()))
     if not model.initial:
@@ -184,7 +173,7 @@ def assemble(
         training=steps,
     )
     config = HandedOver(**{item.name: getattr(config, item.name) for item in fields(Config)})
-    federation = _federation({client: site.size for client, site in sites.items()})
+    federation = _federation({client: checks.size_of(trainer) for client, trainer in trainers.items()})
     place = folder or default_folder(config.label, seed)
     secret = runner.restore_secret(config, place) if resume and _holds_run(place) else new_secret(config)
     run, guard = build_run(config, built, model, federation, Key(seed), secret)
@@ -237,9 +226,8 @@ def put_last(experiment: Experiment, crew: Crew, folder: Path) -> None:
 def _about(site: TrainerSite) -> dict[str, Any]:
     """Return what the record says of a Trainer."""
     trainer = site.trainer
-    args = {name: getattr(trainer.args, name) for name in RECORDED}
-    plain = {name: getattr(value, "value", value) for name, value in args.items()}
-    return {"trainer": type(trainer).__name__, "examples": site.size, **plain}
+    args = {name: checks.plain(getattr(trainer.args, name)) for name in RECORDED}
+    return {"trainer": type(trainer).__name__, "examples": checks.size_of(trainer), **args}
 
 
 def _federation(sizes: Mapping[str, int]) -> Federation:

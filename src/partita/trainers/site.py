@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -22,36 +22,28 @@ from partita.core.client import (
     finish_round,
 )
 from partita.core.client_rule import ClientRule, Context, overrides
-from partita.core.data import Batch
+from partita.core.data import Examples
 from partita.core.method_error import MethodError
-from partita.core.rng import Key
 from partita.core.settings import Run, RunError, Training
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import DeltaFacts, Update
-from partita.trainers.checks import check_phases
+from partita.trainers.checks import check_phases, size_of
 from partita.trainers.model import TrainerModel
 
 SPEED = ("runtime", "samples_per_second", "steps_per_second", "epoch", "num_tokens", "model_preparation_time")
 
 
 class Hidden:
-    """Stands in for what partita does not see of a Trainer's step; any access raises MethodError."""
+    """Stands in for the examples of a Trainer and the output of its model; it has a number, and no contents."""
+
+    def __init__(self, count: int = 0) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
 
     def __getattr__(self, name: str) -> Any:
         raise MethodError("a rule reads examples or the output of the model, which a Trainer keeps; use partita.run")
-
-
-@dataclass(frozen=True)
-class HiddenExamples:
-    """The examples of a client, of which only the number is known."""
-
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def take(self, indices: torch.Tensor) -> Batch:
-        raise MethodError("a rule reads examples, which a Trainer keeps; use partita.run")
 
 
 @dataclass
@@ -75,9 +67,9 @@ class OpenRound:
     loss: float | None = None
 
 
-@dataclass
-class TrainerSite:
-    """One client.
+@dataclass(eq=False)
+class TrainerSite(TrainerCallback):
+    """One client. Its Trainer tells it of each step; without an open round, the Trainer trains as before.
 
     Attributes:
         client: Its name.
@@ -97,21 +89,12 @@ class TrainerSite:
 
     def __post_init__(self) -> None:
         self.trained = frozenset(self.model.initial)
-        self.trainer.add_callback(_Steps(self))
-
-    @property
-    def size(self) -> int:
-        """The number of training examples; of a stream, those of `max_steps`."""
-        trainer, args = self.trainer, self.trainer.args
-        try:
-            return len(trainer.train_dataset)
-        except TypeError:
-            return int(args.max_steps * args.train_batch_size * args.world_size * args.gradient_accumulation_steps)
+        self.trainer.add_callback(self)
 
     def begin(self, run: Run, model: TrainerModel, job: Job, state: ClientState) -> None:
         """Put the parameters of a round into the module, and prepare the Trainer."""
         own = replace(run, training=self.training)
-        began = begin_round(own, model, job, state, HiddenExamples(self.size))
+        began = begin_round(own, model, job, state, cast(Examples, Hidden(size_of(self.trainer))))
         check_phases(run.method.name, began.plan)
         self.put({**began.ctx.anchor, **began.start})
         train = began.plan.train
@@ -124,7 +107,8 @@ class TrainerSite:
         self.trained = train
         trainer.optimizer = trainer.lr_scheduler = None
         if job.round or not self.alone:  # train() alone would draw the same order of examples in every round
-            set_seed(_seed(run.key / "round" / job.round / "client" / job.client / "trainer"))
+            key = run.key / "round" / job.round / "client" / job.client / "trainer"
+            set_seed(key.seed() % 2**32)
         self.open = OpenRound(own, began, self._on_device(own, began.ctx))
 
     def finish(self) -> tuple[Update, ClientState]:
@@ -175,49 +159,47 @@ class TrainerSite:
         named = {name.removeprefix("eval_"): value for name, value in self.trainer.evaluate().items()}
         return {name: float(value) for name, value in named.items() if not name.endswith(SPEED)}
 
-    def start_training(self) -> None:
-        """Called by the Trainer when its optimizer exists."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Load the optimizer state that the client keeps. The optimizer exists now."""
         if self.open is None:
             return
         self.open.calls += 1
         if self.open.began.optimizer:
             self._load_optimizer(self.open.began.optimizer)
 
-    def change_gradients(self) -> None:
-        """Called by the Trainer before a step, after it has clipped: add penalties, and let rules change gradients."""
-        if self.open is None or not (rules := self._rules("penalty", "gradient")):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Add penalties and let rules change the gradient, after the Trainer has clipped it."""
+        if self.open is None or not (rules := _with_hook(self.open.run, "penalty", "gradient")):
             return
         ctx, named = self.open.ctx, self._parameters()
+        hidden = cast(Any, Hidden())
         with torch.enable_grad():
             leaves = {name: value.detach().requires_grad_() for name, value in named.items()}
-            hidden: Any = Hidden()
             pulls = [rule.penalty(hidden, {**ctx.anchor, **leaves}, hidden, ctx) for rule in rules]
-            total = [pull for pull in pulls if pull is not None and pull.requires_grad]
-            slopes = (
-                torch.autograd.grad(torch.stack(total).sum(), list(leaves.values()), allow_unused=True) if total else ()
-            )
+            total = sum(pull for pull in pulls if pull is not None)
+            slopes = [None] * len(named)
+            if isinstance(total, torch.Tensor):
+                slopes = list(torch.autograd.grad(total, list(leaves.values()), allow_unused=True))
         with torch.no_grad():
-            found = {name: value.grad for name, value in named.items()}
-            for name, slope in zip(leaves, slopes, strict=bool(slopes)):
-                if slope is not None:
-                    found[name] = slope if (grad := found[name]) is None else grad + slope
-            grads = {name: grad for name, grad in found.items() if grad is not None}
+            parts = {
+                name: [each for each in (value.grad, slope) if each is not None]
+                for (name, value), slope in zip(named.items(), slopes, strict=True)
+            }
+            grads: Tensors = {name: sum(own[1:], own[0]) for name, own in parts.items() if own}
             for rule in rules:
                 grads = rule.gradient(grads, ctx)
             for name, value in named.items():
-                if name not in grads:
-                    value.grad = None
-                elif value.grad is None:
-                    value.grad = grads[name].clone()
+                if name in grads and value.grad is not None:
+                    value.grad.copy_(grads[name])  # DDP may own it
                 else:
-                    value.grad.copy_(grads[name])
+                    value.grad = grads[name].clone() if name in grads else None
 
-    def count_step(self) -> None:
-        """Called by the Trainer after an optimizer step: count it, and let rules change the parameters."""
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Count the step, and let rules change the parameters."""
         if self.open is None or self.trainer.accelerator.optimizer_step_was_skipped:
             return
         self.open.steps += 1
-        if rules := self._rules("after_step"):
+        if rules := _with_hook(self.open.run, "after_step"):
             with torch.no_grad():
                 values = {name: value.detach() for name, value in self._parameters().items() if value.grad is not None}
                 moved: Tensors = values
@@ -225,32 +207,24 @@ class TrainerSite:
                     moved = rule.after_step(moved, self.open.ctx)
                 self.put({name: moved[name] for name in values if moved[name] is not values[name]})
 
-    def end_training(self, history: list[dict[str, Any]]) -> None:
-        """Called by the Trainer at the end of `train()`."""
+    def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Note the mean loss, which ends the training."""
         if self.open is not None:
-            losses = [entry["train_loss"] for entry in history if "train_loss" in entry]
-            self.open.loss = float(losses[-1]) if losses else None
-
-    def _rules(self, *hooks: str) -> list[ClientRule]:
-        assert self.open is not None
-        rules = self.open.run.method.client_rules
-        return [rule for rule in rules if any(overrides(rule, hook) for hook in hooks)]
+            self.open.loss = next(entry["train_loss"] for entry in reversed(state.log_history) if "train_loss" in entry)
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: self.model.parameters[name] for name in sorted(self.trained)}
 
     def _on_device(self, run: Run, ctx: Context) -> Context:
         """Return what rules read in a step, on the device of each parameter; as it is if no rule acts in a step."""
-        hooks = ("penalty", "gradient", "after_step")
-        if not any(overrides(rule, hook) for rule in run.method.client_rules for hook in hooks):
+        if not _with_hook(run, "penalty", "gradient", "after_step"):
             return ctx
 
         def moved(part: Tensors) -> dict[str, torch.Tensor]:
             return {name: value.to(self.model.parameters[name].device) for name, value in part.items()}
 
-        slots = {"sent": ctx.sent, "memory": ctx.memory}
-        there = {which: {slot: moved(part) for slot, part in own.items()} for which, own in slots.items()}
-        return Context(ctx.model, ctx.plan, moved(ctx.anchor), there["sent"], there["memory"], ctx.lr)
+        sent, memory = ({slot: moved(part) for slot, part in own.items()} for own in (ctx.sent, ctx.memory))
+        return Context(ctx.model, ctx.plan, moved(ctx.anchor), sent, memory, ctx.lr)
 
     def _optimizer_state(self) -> dict[str, Tensors]:
         found: dict[str, dict[str, torch.Tensor]] = {}
@@ -272,24 +246,6 @@ class TrainerSite:
         optimizer.load_state_dict(plain)
 
 
-class _Steps(TrainerCallback):
-    """Tells a site what its Trainer does. Without a round, the Trainer trains as before."""
-
-    def __init__(self, site: TrainerSite) -> None:
-        self.site = site
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        self.site.start_training()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        self.site.change_gradients()
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        self.site.count_step()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        self.site.end_training(state.log_history)
-
-
-def _seed(key: Key) -> int:
-    return key.seed() % 2**32
+def _with_hook(run: Run, *hooks: str) -> list[ClientRule]:
+    """Return the rules that have one of these hooks."""
+    return [rule for rule in run.method.client_rules if any(overrides(rule, hook) for hook in hooks)]
