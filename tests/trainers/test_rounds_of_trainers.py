@@ -189,6 +189,19 @@ def test_fedfrozen_leaves_queries_and_keys_alone(tmp_path: Path) -> None:
     assert len(frozen) == 8
     assert {name for name in start if torch.equal(start[name], patched[name])} == frozen
     assert all(value.requires_grad for value in trainer.model.parameters())  # type: ignore[union-attr]
+    module = bert()
+    for name, value in module.named_parameters():
+        value.requires_grad_(name not in frozen)
+    alone = trained_alone(tmp_path, model=module, optim="adamw_torch", weight_decay=0.5)
+    assert max_difference(patched, alone) < 1e-6
+
+
+@pytest.mark.slow
+def test_the_module_holds_the_last_model_of_the_server(tmp_path: Path) -> None:
+    """With a server that does not move, this is the model of the start."""
+    trainer = make_trainer(tmp_path)
+    start = values_of(trainer)
+    assert max_difference(start, play(partita.patch(trainer, {"name": "scaffold", "lr": 0.0}), trainer)) == 0
 
 
 @pytest.mark.slow
@@ -293,6 +306,18 @@ def test_a_model_has_names_and_tags_and_no_forward_pass() -> None:
     assert apart.tags["transformer.h.1.attn.c_attn.weight (key)"] == {"key", "layer.1"}
     plain = TrainerModel(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)))
     assert plain.tags["1.weight"] == {"other", "layer.1"}
+
+
+def test_parameters_of_peft_have_the_names_of_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    model = TrainerModel(peft.get_peft_model(bert(), config, adapter_name="mine"))
+    layers = [f"bert.encoder.layer.{layer}.attention.self.query" for layer in (0, 1)]
+    factors = {f"{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"}
+    assert model.initial.keys() == {*factors, "classifier.weight", "classifier.bias"}
+    assert model.tags[f"{layers[1]}.lora_A.weight"] == {"lora", "lora_A", "query", "layer.1"}
+    assert model.tags["classifier.weight"] == {"head"}
+    assert model.frozen_tags[f"{layers[0]}.weight"] == {"query", "layer.0"}
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ def recorded_rows(
             f"{given.get(differing[0])} here; choose another folder"
         )
     run_folder.verify(folder)
-    return iter(()) if run_folder.finished(folder) else runner.resume_built(experiment, folder)
+    return runner.resume_built(experiment, folder)
 
 
 def _holds_run(folder: Path) -> bool:

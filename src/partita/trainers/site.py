@@ -177,9 +177,9 @@ class TrainerSite(TrainerCallback):
             leaves = {name: value.detach().requires_grad_() for name, value in named.items()}
             pulls = [rule.penalty(hidden, {**ctx.anchor, **leaves}, hidden, ctx) for rule in rules]
             total = sum(pull for pull in pulls if pull is not None)
-            slopes = [None] * len(named)
+            slopes: list[torch.Tensor | None] = [None] * len(named)
             if isinstance(total, torch.Tensor):
-                slopes = list(torch.autograd.grad(total, list(leaves.values()), allow_unused=True))
+                slopes = [*torch.autograd.grad(total, list(leaves.values()), allow_unused=True)]
         with torch.no_grad():
             parts = {
                 name: [each for each in (value.grad, slope) if each is not None]
