@@ -55,6 +55,7 @@ def test_the_record_is_like_every_other(tmp_path: Path) -> None:
     assert run.folder == tmp_path / "run"
     assert [row["test"].keys() for row in run.rows] == [{"size"}, {"size"}]
     assert run.rows[1]["test"]["size"] == pytest.approx(size_of_classifier(trainers["site 1"].model.eval())["size"])  # type: ignore[union-attr]
+    assert run.rows[1]["personal"].keys() == {"loss"}
     assert run.rows[1]["personal"]["loss"].keys() == trainers.keys()
     assert run.rows[1]["personal"]["loss"]["site 0"] == pytest.approx(trainers["site 0"].evaluate()["eval_loss"])
     assert run.config["data"]["clients"]["site 1"]["examples"] == 7
@@ -142,11 +143,17 @@ def test_an_interrupt_comes_out_and_the_run_continues(tmp_path: Path) -> None:
         return values_of(trainer)
 
     trainer = make_trainer(tmp_path)
+    before = list(trainer.callback_handler.callbacks)
     trainer.add_callback(FailsInRound(1))
     with pytest.raises(KeyboardInterrupt):
         play(trainer)
     assert not rounds_threads()
-    resumed = play(make_trainer(tmp_path), resume=True)
+    trainer.remove_callback(FailsInRound)
+    with torch.no_grad():
+        for value, start in zip(trainer.model.parameters(), make_trainer(tmp_path).model.parameters(), strict=True):  # type: ignore[union-attr]
+            value.copy_(start)
+    resumed = play(trainer, resume=True)
+    assert trainer.callback_handler.callbacks == before
     other = make_trainer(tmp_path)
     with partita.patch(other, rounds=3) as client:
         while client.round():

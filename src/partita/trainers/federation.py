@@ -114,8 +114,12 @@ def federate(
         raise OptionError("resume continues a run and overwrite deletes it; choose one")
     given = Path(folder) if folder else None
     crew, experiment, place = assemble(trainers, method, rounds, seed, test, tables, given, resume)
-    deque(recorded_rows(experiment, crew.carry_out, place, resume, overwrite), maxlen=0)
-    put_last(experiment, crew, place)
+    try:
+        deque(recorded_rows(experiment, crew.carry_out, place, resume, overwrite), maxlen=0)
+        put_last(experiment, crew, place)
+    finally:
+        for site in crew.sites.values():
+            site.leave()
     return load_run(place)
 
 
@@ -156,13 +160,8 @@ def assemble(
     if not model.initial:
         raise RunError(f"no parameter of {model.name} requires a gradient, so nothing would train")
     checks.check_alike(models, first)
-    alone = len(trainers) == 1
-    sites = {
-        client: TrainerSite(client, trainer, models[client], training[client], alone)
-        for client, trainer in trainers.items()
-    }
     named = config.method if not isinstance(method, Method) else {"name": method.name}
-    about = {"name": HANDED_OVER, "clients": {client: _about(site) for client, site in sites.items()}}
+    about = {"name": HANDED_OVER, "clients": {client: _about(trainer) for client, trainer in trainers.items()}}
     config = replace(
         config,
         method=named,
@@ -181,6 +180,11 @@ def assemble(
     metrics = [LOSS] if test is None else [_metric(name) for name in run_test(test, trainers[first])]
     evaluator = OwnScores(tuple(dict.fromkeys([*metrics, LOSS])))
     experiment = Experiment(config, torch.device("cpu"), run, model, federation, evaluator, guard)
+    alone = len(trainers) == 1
+    sites = {
+        client: TrainerSite(client, trainer, models[client], training[client], alone)
+        for client, trainer in trainers.items()
+    }
     return Crew(run, model, sites, test), experiment, place
 
 
@@ -223,9 +227,8 @@ def put_last(experiment: Experiment, crew: Crew, folder: Path) -> None:
         site.put(recorded.params(client))
 
 
-def _about(site: TrainerSite) -> dict[str, Any]:
+def _about(trainer: Any) -> dict[str, Any]:
     """Return what the record says of a Trainer."""
-    trainer = site.trainer
     args = {name: checks.plain(getattr(trainer.args, name)) for name in RECORDED}
     return {"trainer": type(trainer).__name__, "examples": checks.size_of(trainer), **args}
 

@@ -165,6 +165,7 @@ class PatchedTrainer:
         """End the federation; without effect if it has ended. The module keeps what it holds."""
         self._done = True
         self._finalizer()
+        self._site.leave()
 
     def __enter__(self) -> PatchedTrainer:
         return self

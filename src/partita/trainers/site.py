@@ -126,8 +126,6 @@ class TrainerSite(TrainerCallback):
                 f"the Trainer of '{self.client}' trained {now.calls} times; call train() once in every round"
             )
         self.open = None
-        for name in self.model.initial:
-            self.model.parameters[name].requires_grad_(True)
         if not now.steps:
             raise ClientError(self.client, "took no optimizer step; give it more examples, or raise max_steps")
         plan, anchor = now.began.plan, now.began.ctx.anchor
@@ -141,6 +139,14 @@ class TrainerSite(TrainerCallback):
             DeltaFacts(delta, tensors.all_finite(delta)),
         )
         return finish_round(now.run, now.began, learned)
+
+    def leave(self) -> None:
+        """Leave the Trainer as it was before the federation, except for the values of its parameters."""
+        self.open = self.trainer.optimizer = self.trainer.lr_scheduler = None
+        for name in self.model.initial:
+            self.model.parameters[name].requires_grad_(True)
+        if self in self.trainer.callback_handler.callbacks:
+            self.trainer.remove_callback(self)
 
     def put(self, params: Mapping[str, torch.Tensor]) -> None:
         """Set parameters in place, so that optimizers and wrappers of the module keep them."""
