@@ -54,7 +54,14 @@ ABOVE_CORE = {
     "site": ["experiment", "engines", "privacy", "storage", "data"],
 }
 EVERYWHERE = "record"  # what a run records; all may import it
-TOP_LEVEL = ["__init__", "__main__", "cli", "runs", "fitting", "trainers"]  # may import anything, and no other may import them
+TOP_LEVEL = [
+    "__init__",
+    "__main__",
+    "cli",
+    "runs",
+    "fitting",
+    "trainers",
+]  # may import anything, and no other may import them
 # They read run folders, so they may import only themselves, what is named here, and the modules in FILES.
 REPORT_ONLY: dict[str, list[str]] = {EVERYWHERE: [], "report": [EVERYWHERE], "watch": ["report", EVERYWHERE]}
 FILES = ["storage.atomic_files", "storage.png", "storage.processes", "storage.safe_text"]

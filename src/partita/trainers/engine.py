@@ -69,7 +69,7 @@ class TrainerEngine:
             try:
                 update, state = self.carry_out(Order("train", job, self.store.load(job.client, job.round)))
             except ClientError as error:
-                if not self.run.skip_failed_clients:
+                if not self.run.federation.skip_failed_clients:
                     raise
                 yield ClientFailure(error.client, error.reason)
                 continue

@@ -31,7 +31,7 @@ from partita.experiment.run_names import default_folder
 from partita.record import file_names
 from partita.record.metric import Metric
 from partita.record.row import Row
-from partita.runs import RecordedRun, load_run
+from partita.runs import Fitted, load_run
 from partita.storage import checkpoint
 from partita.storage.client_store import ClientStore
 from partita.tasks import LM
@@ -85,7 +85,7 @@ def federate(
     resume: bool = False,
     overwrite: bool = False,
     **tables: Any,
-) -> RecordedRun:
+) -> Fitted:
     """Train several Trainers as the clients of one federation, and record the run.
 
     In each round every Trainer gets the server's parameters, `train()` runs once, and the plan says what goes back. At
@@ -139,9 +139,10 @@ def assemble(
     checks.check_tables(tables)
     for client, trainer in trainers.items():
         checks.check_trainer(client, trainer)
-    table = (
-        dict(method) if isinstance(method, Mapping) else {"name": "fedavg" if isinstance(method, Method) else method}
-    )
+    if isinstance(method, Method):
+        table = dict(method.recipe or {"name": "fedavg"})
+    else:
+        table = dict(method) if isinstance(method, Mapping) else {"name": method}
     built = method if isinstance(method, Method) else build_method(table)
     checks.check_method(built)
     for client, trainer in trainers.items():
@@ -160,7 +161,8 @@ def assemble(
     if not model.initial:
         raise RunError(f"no parameter of {model.name} requires a gradient, so nothing would train")
     checks.check_alike(models, first)
-    named = config.method if not isinstance(method, Method) else {"name": method.name}
+    unnamed = isinstance(method, Method) and method.recipe is None
+    named = {"name": built.name} if unnamed else config.method
     about = {"name": HANDED_OVER, "clients": {client: _about(trainer) for client, trainer in trainers.items()}}
     config = replace(
         config,
@@ -168,7 +170,7 @@ def assemble(
         data=about,
         split={"name": HANDED_OVER},
         model={"name": HANDED_OVER, "path": model.name},
-        label=tables.get("label") or (method.name if isinstance(method, Method) else config.label),
+        label=tables.get("label") or (built.name if unnamed else config.label),
         training=steps,
     )
     config = HandedOver(**{item.name: getattr(config, item.name) for item in fields(Config)})
