@@ -45,7 +45,7 @@ class Fitted:
         return cls(load_record(folder), held)
 
     def __repr__(self) -> str:
-        record, parts = self.record, [f"{len(self.rows)} rounds"]
+        record, parts = self.record, [f"{len(self.rows)} round{'' if len(self.rows) == 1 else 's'}"]
         if self.scores:
             metric = read_metric(self.folder)
             parts.append(f"{metric.name} {metric.show(self.scores.get(metric.name))}")

@@ -57,7 +57,7 @@ def take_first_step(run: Run, model: Model, population: Population, client: str,
     with found_operations() as operations:
         while True:
             try:
-                with strict_steps():
+                with strict_steps(), torch.enable_grad():  # a caller may only want to compute
                     train_clients(
                         step, [begin_round(step, model, job, ClientState(), examples) for _ in range(clients)]
                     )
