@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from html import escape
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from partita.core.options import OptionError, closest_match
 from partita.record import file_names
 from partita.record.row import Row, numbers
 from partita.report.load import RunRecord, load_runs, read_metric
@@ -45,7 +47,8 @@ class Fitted:
         return cls(load_record(folder), held)
 
     def __repr__(self) -> str:
-        record, parts = self.record, [f"{len(self.rows)} round{'' if len(self.rows) == 1 else 's'}"]
+        record, count = self.record, len(self.rows)
+        parts = [f"{count} round{'' if count == 1 else 's'}"]
         if self.scores:
             metric = read_metric(self.folder)
             parts.append(f"{metric.name} {metric.show(self.scores.get(metric.name))}")
@@ -188,8 +191,9 @@ class Fitted:
         Raises:
             ValueError: If the data does not fit the model.
         """
-        from partita.experiment.evaluate import evaluate_folder, with_options
+        from partita.experiment.evaluate import Options, evaluate_folder, with_options
 
+        _check_names(options, Options)
         given = None
         if data is not None and not isinstance(data, str | Path):
             from partita.data.objects import hand_over_rows
@@ -213,8 +217,14 @@ class Fitted:
         """
         from partita.experiment.predict import Options, predict_file
 
+        _check_names(options, Options)
         if isinstance(data, str | Path):
             data = Path(data)
+        elif not isinstance(data, Iterable):
+            raise OptionError(
+                f"data is of type {type(data).__name__}; give a file, a datasets.Dataset, a pandas DataFrame, a list "
+                "of dicts, or a list of texts"
+            )
         else:
             data = data.to_dict("records") if hasattr(data, "to_dict") and hasattr(data, "iloc") else list(data)
         return list(predict_file(self.folder, data, Options(**options)))
@@ -249,6 +259,15 @@ class Fitted:
     def frame(self) -> Any:
         """The rows as a pandas DataFrame; see `partita.to_frame`."""
         return _frame([self.record])
+
+    def to_frame(self) -> Any:
+        """Return `frame`. This old name goes in the next release."""
+        warnings.warn(
+            "Fitted.to_frame() is Fitted.frame since 0.2; the old name goes in the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.frame
 
     @cached_property
     def by_client(self) -> Any:
@@ -307,7 +326,6 @@ def follow_run(
         The run folder.
     """
     from partita.cli.progress import Verbosity, follow
-    from partita.core.options import OptionError
     from partita.experiment import run_folder, runner
     from partita.experiment.run_names import default_folder
 
@@ -362,6 +380,14 @@ def to_frame(folders: Path | str | Iterable[Path | str]) -> Any:
         ImportError: If pandas is not installed.
     """
     return _frame(load_runs([folders] if isinstance(folders, str | Path) else folders))
+
+
+def _check_names(given: Mapping[str, Any], options: type) -> None:
+    """Refuse options that there are not."""
+    known = [each.name for each in fields(options)]
+    for name in given:
+        if name not in known:
+            raise OptionError(f"there is no option '{name}'; {closest_match(name, known)}")
 
 
 def _pandas() -> Any:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from helpers import SMALL_VIT
 from report_fixtures import write_run
+from rich.console import Console
 from shell import Shell
 
 from partita.cli import main, progress
@@ -122,6 +123,27 @@ def test_terminal_shows_progress_within_a_round(
     assert "rounds" in err
     thirds = [pytest.approx(count / 3) for count in range(4)]
     assert told == [*((done, f", {count}/3 clients") for count, done in enumerate(thirds)), (1, "")]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "notebook", "widgets", "verbosity", "has_bar"),
+    [
+        (True, False, False, Verbosity.NORMAL, True),
+        (False, False, True, Verbosity.NORMAL, False),
+        (False, True, True, Verbosity.NORMAL, True),
+        (False, True, True, Verbosity.QUIET, False),
+        (False, True, False, Verbosity.NORMAL, False),  # rich would show nothing but a warning
+    ],
+)
+def test_a_terminal_and_a_notebook_have_a_bar(
+    terminal: bool, notebook: bool, widgets: bool, verbosity: Verbosity, has_bar: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        progress, "Console", lambda stderr: Console(stderr=stderr, force_terminal=terminal, force_jupyter=notebook)
+    )
+    monkeypatch.setattr(progress, "find_spec", lambda name: object() if widgets and name == "ipywidgets" else None)
+    shown = Display(verbosity, "fedavg", 2)
+    assert (shown.has_bar, shown.bar.disable) == (has_bar, not has_bar)
 
 
 def test_durations_are_short() -> None:

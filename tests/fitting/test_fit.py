@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,35 @@ def test_what_a_run_offers(run: Any) -> None:
     assert 0 <= scores["accuracy"]["value"] <= 1
     assert run.plan
     assert run.scores
+    with pytest.warns(DeprecationWarning, match=r"Fitted\.to_frame\(\) is Fitted\.frame since 0\.2"):
+        assert run.to_frame() is run.frame
     assert run.finished
+
+
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "an option of evaluate": (lambda run: run.evaluate(bootstap=1), "no option 'bootstap'; did you mean 'bootstrap'"),
+    "an option of predict": (lambda run: run.predict(["good"], batchsize=1), "did you mean 'batch_size'"),
+    "rows that are none": (lambda run: run.predict(3), "data is of type int; give a file, .* or a list of texts"),
+    "rows without a label": (
+        lambda run: run.evaluate([{"review": "good"}]),
+        "part of 'the data handed over' has no column 'stars'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_what_a_run_cannot_do_is_said_in_one_line(case: str, run: Any) -> None:
+    call, message = MISTAKES[case]
+    with pytest.raises(ValueError, match=message) as error:
+        call(run)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, "0 rounds"), (1, "1 round,"), (2, "2 rounds")])
+def test_rounds_are_counted_in_words(count: int, said: str, run: Any) -> None:
+    shown = repr(replace(run, record=replace(run.record, rows=run.rows[:count])))
+    assert shown.startswith(f"Fitted(fedavg, {said}")
+    assert ("accuracy" in shown) == (count > 0)
 
 
 @pytest.mark.parametrize(
@@ -304,8 +333,10 @@ def test_a_killed_run_goes_on_with_the_objects_bit_for_bit(tmp_path: Path, monke
     whole = digest(pt.fit(bert(), of_its_own(), folder=tmp_path / "whole", **SMALL).folder)
     with monkeypatch.context() as patch:
         patch.setattr(run_folder.RowLog, "append", die)
-        with pytest.raises(Killed):
-            pt.fit(bert(), of_its_own(), folder=tmp_path / "run", **SMALL)
+        with pytest.raises(Killed) as killed:
+            pt.fit(bert(), of_its_own(), folder=tmp_path / "run", **{**SMALL, "progress": True})
+    assert killed.value.__notes__[0].endswith("continue with: partita.fit(..., resume=True)")
+    del killed  # its traceback holds the objects
     gc.collect()
     with pytest.raises(ValueError, match="an object that this program has not handed over"):
         pt.load_run(tmp_path / "run").resume(progress=False)
@@ -346,6 +377,10 @@ BAD: dict[str, tuple[Any, str]] = {
         "row 48 of the train part of 'the data handed over' has no label in 'stars'",
     ),
     "no tokenizer": (lambda: pt.fit(bert(), split(rows(), text="review", label="stars"), **SMALL), "needs a tokenizer"),
+    "the name of a tokenizer": (
+        lambda: pt.from_dataset(rows(), text="review", label="stars", tokenizer="bert"),
+        r"the tokenizer is of type str; give one of transformers: AutoTokenizer\.from_pretrained",
+    ),
     "different lengths": (
         lambda: pt.fit(linear(), split([(torch.ones(4), 0), (torch.ones(5), 1)]), **SMALL),
         r"inputs have different shapes, such as \(4,\) and \(5,\); .*input_ids",
@@ -390,7 +425,7 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda: pt.from_dataset(rows(), text="review", mask="stars"),
         "the columns mask, text do not tell a task",
     ),
-    "no model": (lambda: pt.fit(3, reviews(), **SMALL), "the model is a int; give a module"),
+    "no model": (lambda: pt.fit(3, reviews(), **SMALL), "the model is of type int; give a module"),
     "no weights": (
         lambda: pt.fit(linear().requires_grad_(False), split(numbers()), **SMALL),
         "no parameter of the model requires",

@@ -1,4 +1,4 @@
-"""Progress of running experiments on standard error: bars on a terminal, lines in a log."""
+"""Progress of running experiments: bars on a terminal and in a notebook, lines on standard error in a log."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
+from partita.core.given import is_given
 from partita.record.row import Row
 from partita.storage.safe_text import printable
 
@@ -36,7 +38,7 @@ class Verbosity(Enum):
 
 
 class Display:
-    """A progress bar if standard error is a terminal; otherwise lines of a log.
+    """A progress bar if standard error is a terminal, and in a notebook; otherwise lines of a log.
 
     Args:
         verbosity: How much to print.
@@ -48,7 +50,8 @@ class Display:
     def __init__(self, verbosity: Verbosity, description: str, total: int, done: int = 0) -> None:
         console = Console(stderr=True)
         self.verbosity, self.total, self.first = verbosity, total, done
-        self.has_bar = console.is_terminal and verbosity is not Verbosity.QUIET
+        in_notebook = console.is_jupyter and find_spec("ipywidgets") is not None  # with which rich draws there
+        self.has_bar = (console.is_terminal or in_notebook) and verbosity is not Verbosity.QUIET
         self.bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
@@ -175,7 +178,8 @@ def follow(
             begun = resumed is not None or changed_at(folder) != before  # otherwise the folder may hold another run
             kept = saved_rounds(folder)
             if begun and not isinstance(error, RunFolderError) and (kept or not isinstance(error, Exception)):
-                how = f"partita resume {shlex.quote(str(folder))}"
+                held = any(is_given(table.get("path")) for table in (settings.data, settings.model))
+                how = "partita.fit(..., resume=True)" if held else f"partita resume {shlex.quote(str(folder))}"
                 error.add_note(f"{kept} of {settings.rounds} rounds are saved in {folder}; continue with: {how}")
             raise
 

@@ -292,7 +292,7 @@ def _draw(count: int, limit: int, key: Key, targets: Any) -> NDArray[np.int64]:
 
 
 def _open_part(parts: Mapping[str, Opener], name: str, path: str | Path) -> DatasetPart:
-    where = f"the {name} part of '{path}'"
+    where = f"the {name} part of '{HANDED_OVER if is_given(path) else path}'"
     with reading(where):
         data = parts[name]()
     if not len(data):

@@ -87,7 +87,7 @@ class DataSource:
 
 
 def from_dataset(data: Any, *, tokenizer: Any = None, kind: str | None = None, **options: Any) -> DataSource:
-    """Say how data is read that a program holds.
+    """Take data that a program holds, and say what its columns hold.
 
     Args:
         data: A `datasets.Dataset` or `DatasetDict`, a pandas DataFrame, a table of pyarrow, a list of dicts, a dict of
@@ -123,6 +123,11 @@ def from_dataset(data: Any, *, tokenizer: Any = None, kind: str | None = None, *
     held: tuple[Given, ...] = (rows,)
     reading = {"name": kind, "path": rows.name, **options}
     if tokenizer is not None:
+        if not hasattr(tokenizer, "all_special_ids"):
+            raise DataError(
+                f"the tokenizer is of type {type(tokenizer).__name__}; give one of transformers: "
+                "AutoTokenizer.from_pretrained(FOLDER OR ID)"
+            )
         used = hand_over(tokenizer, tokenizer_digest(tokenizer))
         held, reading = (rows, used), {**reading, "tokenizer": used.name}
     return DataSource(reading, splitting, held)
@@ -240,8 +245,8 @@ def _rows(data: Any) -> Any:
         data = data.dataset
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or isinstance(data, str | bytes):
         raise DataError(
-            f"data is a {type(data).__name__}; give a datasets.Dataset, a pandas DataFrame, a list of dicts, or a "
-            "torch Dataset with a length"
+            f"data is of type {type(data).__name__}; give a datasets.Dataset, a pandas DataFrame, a list of dicts, or "
+            "a torch Dataset with a length"
         )
     rows = [data[place] for place in range(len(data))]
     if not rows:

@@ -13,6 +13,7 @@ from partita.core.options import OptionError, format_value
 from partita.data.objects import DataSource, from_dataset, from_task
 from partita.data.task import Task
 
+SEED = "; new weights, such as a head, are random: call transformers.set_seed first"
 ONLY_MODULES = "loss is for a torch.nn.Module; models of transformers have the loss of their task"
 
 
@@ -40,8 +41,8 @@ def hand_over_model_of(model: Any, loss: Any = None) -> tuple[tuple[Given, ...],
         return (), dict(model) if named else {"name": "pretrained", "path": str(model)}  # type: ignore[arg-type]
     if not isinstance(model, torch.nn.Module):
         raise OptionError(
-            f"the model is a {type(model).__name__}; give a module of transformers, a torch.nn.Module, a folder, an id "
-            "on the Hub, or the table [model] as a dict"
+            f"the model is of type {type(model).__name__}; give a module of transformers, a torch.nn.Module, a folder, "
+            "an id on the Hub, or the table [model] as a dict"
         )
     if hasattr(model, "config") and (hasattr(model, "get_base_model") or hasattr(model, "save_pretrained")):
         from partita.models.given_model import hand_over_model
@@ -74,7 +75,7 @@ def hand_over_again(config: Mapping[str, Any], model: Any, data: Any, loss: Any)
         if made.get("path") != recorded:
             raise OptionError(
                 f"the {what} is not the one with which the run began: its digest is {made.get('path', 'none')}, and "
-                f"the run's is {recorded}; hand over the same {what}"
+                f"the run's is {recorded}; hand over the same {what}{SEED if what == 'model' else ''}"
             )
         held += objects
     return tuple(held)
