@@ -78,6 +78,7 @@ def shared_digest(config: Config) -> str:
     return hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
+IN_HAND = ("data object", "model module")  # what a program hands over; no file can say it
 _TABLES = {
     "training": Training,
     "federation": FederationSettings,
@@ -100,6 +101,7 @@ _SHARED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 def headings() -> list[str]:
     """Return the heading of every table: "" (top level), "training", ..., "method fedprox", "data text", ..."""
     names = [f"{table} {name}" for table in NAMED_TABLES for name in built_in(table)]
+    names = [name for name in names if name not in IN_HAND]
     place = 1 + max(place for place, heading in enumerate(names) if heading.startswith("model "))
     return ["", *_TABLES, *names[:place], ADAPTER_TABLE, *names[place:]]
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from partita.core.options import MISSING, Option, bounds_of
 from partita.core.registry import offered
-from partita.experiment.config import CODE, headings, options_under
+from partita.experiment.config import CODE, IN_HAND, headings, options_under
 from partita.experiment.config_code import NAMED_LISTS
 from partita.experiment.reference import about, keys_under
 from partita.models.adapter_options import TABLE as ADAPTER_TABLE
@@ -72,7 +72,8 @@ def _named_table(kind: str, by_name: Mapping[str, Schema]) -> Schema:
 
 
 def _name_schema(what: str) -> Schema:
-    return {"anyOf": [{"enum": offered(what)}, {"type": "string", "pattern": OWN_CODE}]}
+    names = [name for name in offered(what) if f"{what} {name}" not in IN_HAND]
+    return {"anyOf": [{"enum": names}, {"type": "string", "pattern": OWN_CODE}]}
 
 
 def type_schema(hint: Any) -> Schema:
