@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from environment import environment, now
 
-from partita import AdamW, Key, Model, Run, SimulationEngine, Training, data, methods, models, rounds
+from partita import Key, Model, Run, SimulationEngine, Training, data, methods, models, rounds
 from partita.core.data import Population
+from partita.core.optim import AdamW
 from partita.core.tensors import Tensors
 from partita.engines.autotune import configure_backends
 from partita.models.frozen_cache import cache_frozen

@@ -30,7 +30,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.initialization import no_init_weights
 
-from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods
+from partita import Key, Run, SimulationEngine, Training, data, methods
+from partita.core.optim import AdamW
 from partita.core.rounds import initial_server, rounds
 from partita.core.settings import RunError
 from partita.data import Federation, Table, Task

@@ -18,7 +18,8 @@ from environment import environment
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.initialization import no_init_weights
 
-from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, rounds
+from partita import Key, Run, SimulationEngine, Training, data, methods, rounds
+from partita.core.optim import AdamW
 from partita.core.serialization import HEADER
 from partita.data import Federation, Table, Task
 from partita.engines.autotune import configure_backends

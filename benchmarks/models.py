@@ -39,7 +39,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods
+from partita import Key, Run, SimulationEngine, Training, data, methods
+from partita.core.optim import AdamW
 from partita.core.rounds import initial_server, rounds
 from partita.data import Federation, Table, Task
 from partita.engines.autotune import choose_graphs, configure_backends

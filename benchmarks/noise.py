@@ -18,9 +18,10 @@ from unittest.mock import patch
 import torch
 from environment import environment, now
 
-from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, models
+from partita import Key, Run, SimulationEngine, Training, data, methods, models
 from partita.core.dp_settings import PrivacySettings
 from partita.core.noise import gaussian_noise
+from partita.core.optim import AdamW
 from partita.core.rounds import initial_server, rounds
 from partita.core.tensors import Tensors
 from partita.engines.autotune import configure_backends

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from environment import environment, now
 
-from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, models
+from partita import Key, Run, SimulationEngine, Training, data, methods, models
+from partita.core.optim import AdamW
 from partita.core.rounds import initial_server, rounds
 from partita.engines.autotune import configure_backends
 

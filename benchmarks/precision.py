@@ -17,7 +17,8 @@ import torch
 from environment import environment
 from scipy import stats
 
-from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds
+from partita import Key, Run, SimulationEngine, Training, data, methods, models, rounds
+from partita.core.optim import AdamW
 from partita.engines.autotune import choose_graphs, configure_backends
 from partita.evaluation import score
 

@@ -31,9 +31,10 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 from works import chosen_works, work_options
 
-from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods
+from partita import Key, Run, SimulationEngine, Training, data, methods
 from partita.core.dp_settings import PrivacySettings
 from partita.core.model import Model
+from partita.core.optim import AdamW
 from partita.core.rounds import initial_server, rounds
 from partita.data import Federation, Table, Task
 from partita.engines.autotune import configure_backends

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from environment import environment
 
-from partita import SGD, Key, Run, SimulationEngine, Training, data, methods, rounds
+from partita import Key, Run, SimulationEngine, Training, data, methods, rounds
+from partita.core.optim import SGD
 from partita.data import Federation, Table, Task
 from partita.engines.autotune import configure_backends
 from partita.models.prompts.clip import clip

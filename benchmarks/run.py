@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import ViTConfig, ViTForImageClassification
 
-from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds
+from partita import Key, Run, SimulationEngine, Training, data, methods, models, rounds
 from partita.core import tensors
 from partita.core.batch_schedule import shuffled_batches
 from partita.core.data import Examples
+from partita.core.optim import AdamW
 from partita.core.tensors import Tensors
 from partita.data import Federation
 from partita.engines.autotune import choose_graphs, configure_backends

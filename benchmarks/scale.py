@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from environment import environment
 
-from partita import AdamW, FederationSettings, Key, Run, SimulationEngine, Training, methods, rounds
+from partita import FederationSettings, Key, Run, SimulationEngine, Training, methods, rounds
 from partita.core.data import ClientData
+from partita.core.optim import AdamW
 from partita.core.rounds import RoundResult
 from partita.data.client_ids import NumberedClients
 from partita.engines.autotune import configure_backends

@@ -35,8 +35,9 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 from works import chosen_works, work_options
 
-from partita import AdamW, FederationSettings, Key, Run, SimulationEngine, Training, methods
+from partita import FederationSettings, Key, Run, SimulationEngine, Training, methods
 from partita.core.model import Model
+from partita.core.optim import AdamW
 from partita.core.rounds import RoundResult, rounds
 from partita.data import Federation, Table, Task
 from partita.data.client_ids import NamedClients

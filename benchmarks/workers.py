@@ -20,7 +20,8 @@ import torch
 from environment import environment
 from run import BATCH, CLIENTS, ON_CPU, SIZES, STEPS, bare_round, between, dealt, felt, plain_vit, timed
 
-from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds
+from partita import Key, Run, SimulationEngine, Training, data, methods, models, rounds
+from partita.core.optim import AdamW
 from partita.core.tensors import Tensors
 from partita.engines.autotune import configure_backends
 from partita.engines.multiprocess import MultiprocessEngine

@@ -17,6 +17,7 @@ from typing import Any
 import click
 import typer
 
+import partita
 from partita.cli.main import app
 from partita.cli.stopping import Stopped
 from partita.core import settings
@@ -85,6 +86,13 @@ before any data is loaded. Each table here is checked when what its heading name
 
 Values that no run can have, and settings of one table, are in the [reference of configs](config.md). A
 [method's card](../methods/README.md) says which optimizer, privacy and aggregation it takes.
+"""
+NAMES = """# Names
+
+<!-- Written by scripts/write_reference.py from `partita.__all__`; do not edit it by hand. -->
+
+`import partita as pt`, and these are the names. Each is imported when it is used first. The classes and functions that
+they work with are on the other pages of this chapter, under the module that the place names.
 """
 HEADINGS = {
     "": "Top level",
@@ -184,6 +192,18 @@ def fits_page() -> str:
     return "\n".join(parts)
 
 
+def names_page() -> str:
+    """The public names by what they are for, with a sentence on each and its place."""
+    parts = [NAMES]
+    for purpose, places in partita._PLACES.items():
+        parts.append(f"## To {purpose}\n\n| name | what it is | where it is |\n|---|---|---|")
+        for name, place in places.items():
+            about = (inspect.getdoc(getattr(partita, name)) or "").partition("\n\n")[0].replace("\n", " ")
+            parts.append(f"| `{name}` | {about} | `partita.{place}` |")
+        parts.append("")
+    return "\n".join(parts)
+
+
 def _settings(rule: Rule) -> str:
     said = ""
     for key, value in rule.settings.items():
@@ -213,6 +233,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "exit-codes.md": exit_codes_page,
     "run-folder.md": run_folder_page,
     "what-goes-together.md": fits_page,
+    "api/names.md": names_page,
     "../methods/README.md": method_table.page,
 }
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from work import HEADS, LR, WEIGHT_DECAY, Part, Shape, Work
 
-from partita import AdamW, Key, Model, Run, Training, data, methods, models
+from partita import Key, Model, Run, Training, data, methods, models
 from partita.core.batch_schedule import shuffled_batches
 from partita.core.data import Examples
+from partita.core.optim import AdamW
 from partita.data import Federation
 from partita.engines.autotune import configure_backends
 

@@ -26,11 +26,12 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds, score
+from partita import Key, Run, SimulationEngine, Training, data, methods, models, rounds, score
 from partita.core.batch_schedule import shuffled_batches
 from partita.core.data import Batch, ClientData, Examples
 from partita.core.method import Method
 from partita.core.model import Model
+from partita.core.optim import AdamW
 from partita.core.rounds import initial_server
 from partita.core.server_rule import Server
 from partita.core.tensors import Tensors

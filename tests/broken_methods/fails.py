@@ -2,7 +2,10 @@
 
 from torch import Tensor
 
-from partita import Batch, ClientRule, Context, Method, Output, Tensors
+from partita import ClientRule, Context, Method
+from partita.core.data import Batch
+from partita.core.model import Output
+from partita.core.tensors import Tensors
 
 
 class Mistake(ClientRule):

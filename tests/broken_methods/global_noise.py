@@ -2,7 +2,8 @@
 
 import torch
 
-from partita import ClientRule, Context, Method, Tensors
+from partita import ClientRule, Context, Method
+from partita.core.tensors import Tensors
 
 
 class Noise(ClientRule):

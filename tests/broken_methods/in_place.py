@@ -1,6 +1,8 @@
 """A server that changes its tensors in place."""
 
-from partita import Aggregate, Method, Server, ServerRule
+from partita import Method, ServerRule
+from partita.core.server_rule import Server
+from partita.core.update import Aggregate
 
 
 class InPlace(ServerRule):

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from partita import Key, Method, Model, Plan, RoundInfo, Slots, Update, UpdateTransform, share
+from partita import Key, Method, Model, Plan, RoundInfo, Update, UpdateTransform, share
+from partita.core.tensors import Slots
 
 
 class SendsAll(UpdateTransform):

@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
-from partita import Aggregate, Method, Server, ServerRule, Tensors
+from partita import Method, ServerRule
+from partita.core.server_rule import Server
+from partita.core.tensors import Tensors
+from partita.core.update import Aggregate
 
 
 class Momentum(ServerRule):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import re
 import runpy
 import subprocess
 import sys
@@ -184,11 +185,34 @@ def test_type_checking_imports_match_the_lazy_exports() -> None:
     conditions = [node for node in tree.body if isinstance(node, ast.If)]
     block = next(node for node in conditions if ast.unparse(node.test) == "TYPE_CHECKING")
     found = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    homes = {alias.name: str(node.module) for node in found for alias in node.names}
+    homes = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in found for alias in node.names}
+    packages = {name: homes.pop(name) for name in partita._PACKAGES}
+    assert packages == {name: f"partita.{name}" for name in packages}
+    assert homes == {name: f"partita.{place}" for name, place in partita._PLACE_OF.items()}
     assert homes.keys() == set(partita.__all__)
     for name, home in homes.items():
-        assert getattr(partita, name) is getattr(import_module(home), name)
+        module, _, own = home.rpartition(".")
+        assert getattr(partita, name) is getattr(import_module(module), own)
+    for name in packages:
+        assert getattr(partita, name) is import_module(f"partita.{name}")
     assert set(partita.__all__) <= set(dir(partita))
+
+
+def test_the_page_of_names_is_one_that_can_be_read_at_once() -> None:
+    assert len(partita.__all__) <= 40
+    assert not partita._OLD.keys() & partita._PLACE_OF.keys()
+
+
+@pytest.mark.parametrize("name", partita._OLD)
+def test_an_old_name_works_and_says_the_new_one(name: str) -> None:
+    place = f"partita.{partita._OLD[name]}"
+    module, _, new = place.rpartition(".")
+    for _ in range(2):  # each use is told, not only the first of the program
+        with pytest.warns(
+            DeprecationWarning, match=rf"partita\.{name} is {re.escape(place)} since 0\.2; .*next"
+        ) as told:
+            assert getattr(partita, name) is getattr(import_module(module), new)
+        assert told[0].filename == __file__
 
 
 def test_version_is_that_of_the_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:

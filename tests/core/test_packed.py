@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_fixtures import pack_per_client
 
-from partita import SGD, AdamW, SimulationEngine, rounds
+from partita import SimulationEngine, rounds
 from partita.core import serialization, tensors
+from partita.core.optim import SGD, AdamW
 from partita.core.packed import ALIGNMENT, PackedTensors
 from partita.core.rounds import RoundResult
 from partita.core.tensors import Mean, Tensors

@@ -54,7 +54,7 @@ def config_of(experiment: Path, *changes: str) -> Config:
 
 
 def trained(config: Config, folder: Path) -> Tensors:
-    return partita.run(config, folder).model()[1]
+    return partita.run(config, folder).functional()[1]
 
 
 def apart(left: Tensors, right: Tensors) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 
+import partita
 from partita.cli.main import app
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "scripts"))  # as when run_docs.py is run
@@ -48,6 +50,36 @@ print("six", file=open("out.txt", "a"))
 nothing
 ```
 """
+
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FOLDERS = ("src", "docs", "tests", "studies", "benchmarks", "examples", "scripts")
+SUFFIXES = (".py", ".md", ".ipynb")
+
+
+def names_of_partita(text: str) -> set[str]:
+    """The names in `from partita import ...`, and after `partita.` and `pt.`."""
+    imported = " ".join(re.findall(r"\bfrom partita import (\([^)]*\)|[^\n]*)", text))
+    return {*re.findall(r"\w+", imported), *re.findall(r"\b(?:partita|pt)\.(\w+)", text)}
+
+
+def test_every_public_name_is_in_a_page_that_a_person_wrote() -> None:
+    pages = [page for page in ROOT.glob("docs/**/*.md") if "reference" not in page.parts]
+    shown = names_of_partita("\n".join(page.read_text() for page in (ROOT / "README.md", *pages)))
+    missing = set(partita.__all__) - shown
+    assert not missing
+
+
+@pytest.mark.slow
+def test_no_file_uses_an_old_name() -> None:
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*") if path.suffix in SUFFIXES]
+    found = {
+        path: names_of_partita(path.read_text()) & partita._OLD.keys()
+        for path in files
+        if path.relative_to(ROOT).parts[:2] != ("docs", "decisions")  # what was said then
+    }
+    assert len(found) > 1000
+    assert not {path: names for path, names in found.items() if names}
 
 
 def run(text: str, tmp_path: Path, page: str = "page.md") -> object:

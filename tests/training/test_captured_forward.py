@@ -11,10 +11,11 @@ import torch
 from graph_fixtures import ReplayingRecorder, small_vit_run
 from torch import Tensor
 
-from partita import AdamW, SimulationEngine, rounds
+from partita import SimulationEngine, rounds
 from partita.core import tensors
 from partita.core.data import Batch
 from partita.core.model import Forward, Model, Output
+from partita.core.optim import AdamW
 from partita.core.rounds import make_job
 from partita.core.tensors import Tensors
 from partita.evaluation import Evaluation, evaluate

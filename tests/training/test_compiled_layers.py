@@ -12,7 +12,8 @@ from architecture_fixtures import WORDS, make_model
 from graph_fixtures import max_relative_difference
 from torch._dynamo.backends.debugging import aot_eager
 
-from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, rounds
+from partita import Key, Run, SimulationEngine, Training, data, methods, rounds
+from partita.core.optim import AdamW
 from partita.core.tensors import Tensors
 from partita.data import Table, Task
 from partita.engines.autotune import choose_graphs

@@ -13,11 +13,11 @@ from graph_fixtures import ReplayingRecorder, max_relative_difference, small_vit
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 
-from partita import SGD, AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds
+from partita import Key, Run, SimulationEngine, Training, data, methods, models, rounds
 from partita.core import tensors
 from partita.core.client import ClientState, begin_round
 from partita.core.data import Batch
-from partita.core.optim import Optimizer, Schedule
+from partita.core.optim import SGD, AdamW, Optimizer, Schedule
 from partita.core.rounds import initial_server, make_job
 from partita.core.settings import RunError
 from partita.core.tensors import Tensors

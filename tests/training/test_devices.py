@@ -18,9 +18,9 @@ from graph_fixtures import train_with_graphs as play_graphs
 from helpers import Clients, max_difference, small_config, toy_model, toy_run
 from torch import Tensor
 
-from partita import AdamW
 from partita.core.dp_settings import PrivacySettings
 from partita.core.noise import add_noise, add_noise_once, gaussian_noise
+from partita.core.optim import AdamW
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, rounds
 from partita.engines.autotune import choose_graphs

@@ -49,7 +49,7 @@ def load(
     together: str | None = None,
     **options: Any,
 ) -> Task:
-    """Load a task.
+    """Load a task by its name and options, such as `partita.task("digits", key)`.
 
     Args:
         name: Name of the task: a key of `INDEX`, or the user's own function.

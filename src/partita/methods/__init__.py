@@ -119,7 +119,7 @@ COMPOSITIONS = (
 
 
 def method(name: str, **options: Any) -> Method:
-    """Build a method by name, such as `partita.method("fedprox", mu=0.1)`. See `build`."""
+    """Build a method by its name and options, such as `partita.method("fedprox", mu=0.1)`."""
     return replace(build(name, options), recipe={"name": name, **options})
 
 

@@ -37,7 +37,7 @@ def build(
     ] = None,
     **options: Any,
 ) -> Model:
-    """Build a model for a task.
+    """Build a model for a task by its name and options, such as `partita.model("vit", task, key, layers=2)`.
 
     Args:
         name: Name of the model: a key of `INDEX`, or the user's own function.

@@ -8,9 +8,10 @@ from typing import Annotated
 import torch
 from torch.nn import functional
 
-from partita import Key, Model, Names, Output, Tensors
+from partita import Key, Model, Range
 from partita.core import tensors
-from partita.core.options import Range
+from partita.core.model import Output
+from partita.core.tensors import Names, Tensors
 from partita.tasks import TaskInfo
 
 

@@ -7,9 +7,7 @@ from typing import Annotated
 import numpy as np
 import torch
 
-from partita import Key
-from partita.core.options import Range
-from partita.data import Table, Task
+from partita import Key, Range, Table, Task
 
 SIZE = 8
 CLASSES = ("top", "bottom", "left", "right")

@@ -7,8 +7,10 @@ from typing import Annotated
 
 import torch
 
-from partita import Batch, ClientRule, Context, Method, Output, Tensors
-from partita.core.options import Range
+from partita import ClientRule, Context, Method, Range
+from partita.core.data import Batch
+from partita.core.model import Output
+from partita.core.tensors import Tensors
 
 
 @dataclass(frozen=True)

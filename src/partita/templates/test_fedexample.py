@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from fedexample import fedexample
 
-from partita import Key, Method, Run, SimulationEngine, Tensors, Training, check_method, methods, rounds
+from partita import Key, Method, Run, SimulationEngine, Training, check_method, methods, rounds
+from partita.core.tensors import Tensors
 from partita.testing.toy import ToyPopulation, ToyTransformer
 
 
