@@ -207,6 +207,7 @@ def test_the_page_of_names_is_one_that_can_be_read_at_once() -> None:
 def test_an_old_name_works_and_says_the_new_one(name: str) -> None:
     place = f"partita.{partita._OLD[name]}"
     module, _, new = place.rpartition(".")
+    assert new == {"RecordedRun": "Fitted"}.get(name, name)
     for _ in range(2):  # each use is told, not only the first of the program
         with pytest.warns(
             DeprecationWarning, match=rf"partita\.{name} is {re.escape(place)} since 0\.2; .*next"

@@ -14,6 +14,7 @@ from shell import Shell
 from partita.core.options import OptionError
 from partita.experiment.config import ConfigError, load, parse
 from partita.experiment.json_schema import config_schema
+from partita.experiment.reference import find_headings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIGS = sorted([*ROOT.glob("examples/*.toml"), *ROOT.glob("src/partita/examples/*.toml")])
@@ -34,6 +35,14 @@ def test_examples_fit(file: Path, check: Any) -> None:
 
 def test_complete_config_fits(check: Any, tmp_path: Path) -> None:
     check(tomllib.loads(load(ROOT / "examples" / "digits.toml").to_toml()))
+
+
+@pytest.mark.parametrize(("table", "name"), [("data", "object"), ("model", "module")])
+def test_what_only_a_program_can_say_is_not_offered(table: str, name: str, check: Any) -> None:
+    with pytest.raises(jsonschema.ValidationError, match=f"'{name}' is not"):
+        check({"method": {"name": "fedavg"}, table: {"name": name, "path": "object:0"}})
+    with pytest.raises(OptionError, match=f"unknown {table} '{name}'"):
+        find_headings(f"{table}.{name}")
 
 
 @pytest.mark.parametrize(
