@@ -340,7 +340,7 @@ def test_a_killed_run_goes_on_with_the_objects_bit_for_bit(tmp_path: Path, monke
     gc.collect()
     with pytest.raises(ValueError, match="an object that this program has not handed over"):
         pt.load_run(tmp_path / "run").resume(progress=False)
-    with pytest.raises(ValueError, match=r"the model is not the one with which the run began.* set_seed first"):
+    with pytest.raises(ValueError, match=r"the model is not the one with which the run began.*set_seed first"):
         pt.load_run(tmp_path / "run", model=bert(initializer_range=0.1), data=of_its_own())
     other = pt.from_dataset(rows(60), text="review", label="stars", tokenizer=tokenizer()).by("hospital")
     with pytest.raises(ValueError, match=r"holds another run: data\.path"):
