@@ -51,7 +51,7 @@ def test_a_correct_method_keeps_all_promises(run_partita: Shell) -> None:
         ),
         ("state_in_self", ["resume from disk", "resume from memory"], "resumed after round 0 with state in disk"),
         ("counting_plan", ["pure plan"], " in round 0 differs from one call to the next"),
-        ("fails", ["a run finishes"], "KeyError: 'no such name' (fails.py, line 10)"),
+        ("fails", ["a run finishes"], "KeyError: 'no such name' (fails.py, line 13)"),
     ],
 )
 def test_broken_promises_are_named(file: str, broken: list[str], reason: str, run_partita: Shell) -> None:
