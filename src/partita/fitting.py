@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partita.core.options import OptionError, closest_match, format_value
+from partita.core.own_code import end_at_fit
 from partita.core.registry import options_by_name
 from partita.runs import Fitted, follow_run
 
@@ -54,7 +55,8 @@ def fit(
 
     Args:
         model: A module of transformers, also with an adapter of PEFT, which then trains and travels; a
-            `torch.nn.Module`; a folder or an id on the Hub; or the table `[model]` as a dict.
+            `torch.nn.Module`, or a pair of one and its loss; a folder or an id on the Hub; or the table `[model]` as a
+            dict.
         data: What `from_dataset` returns, with its split; a `Task`; data that `from_dataset` reads without further
             words; or the table `[data]` as a dict.
         method: The name of a method, `partita.method(name, option=...)`, or the table `[method]` as a dict.
@@ -77,6 +79,7 @@ def fit(
 
     handed, raw = config_of(model, data, method, loss, **settings)
     raw |= {"rounds": rounds, "seed": seed, **({} if label is None else {"label": label})}
+    end_at_fit(fit, raw, {"data": data, "model": model if loss is None else (model, loss)})
     config = parse(raw)
     place = follow_run(config, folder, resume=resume, overwrite=overwrite, progress=progress)
     return Fitted.read(place, handed)
@@ -87,13 +90,11 @@ def config_of(
 ) -> tuple[tuple[Given, ...], dict[str, Any]]:
     """Return the objects that are handed over, and the config that they make, as nested dicts."""
     from partita.data.objects import as_long_as_taken
-    from partita.experiment.handing_over import hand_over_data, hand_over_model_of
+    from partita.experiment.handing_over import hand_over_data, hand_over_model_of, tell_tokenizers
 
     held_data, reading, splitting = hand_over_data(data)
     held_model, building = hand_over_model_of(model, loss)
-    for given in held_data:
-        if hasattr(given.value, "all_special_ids"):  # a tokenizer, whose limits are those of its model
-            given.config = getattr(getattr(model, "base_model", None), "config", None) or getattr(model, "config", None)
+    tell_tokenizers(held_data, model)
     raw: dict[str, Any] = {"method": _method_table(method), "data": as_long_as_taken(reading)}
     if splitting is not None:
         raw["split"] = splitting

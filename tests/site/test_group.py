@@ -22,8 +22,8 @@ def test_group_is_read_with_its_defaults(tmp_path: Path) -> None:
     group = read(tmp_path, GROUP)
     north, south = group.site  # type: ignore[attr-defined]
     assert (north.home, south.home) == ("/opt/partita/north", "/home/research/south")
-    assert north.settings == {"data.path": "/srv/data/north"}
-    assert south.settings == {"data.path": "/srv/data/south", "engine.device": "cuda"}
+    assert (north.data, north.set) == ("/srv/data/north", {})
+    assert (south.data, south.set) == ("/srv/data/south", {"engine.device": "cuda"})
     assert group.open_points() == []  # type: ignore[attr-defined]
     names = group.server.certificate_names  # type: ignore[attr-defined]
     assert names == "DNS:fl.example.org,IP:203.0.113.5,IP:2001:db8::5,DNS:localhost,IP:127.0.0.1"

@@ -22,7 +22,10 @@ def register(app: typer.Typer) -> None:
 
 def budget(
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="Experiment config (TOML) with a [privacy] table.")
+        Path | None,
+        typer.Option(
+            "--config", "-c", help="Experiment config with a [privacy] table: TOML, or a Python file that calls fit."
+        ),
     ] = None,
     changes: Changes = None,
     epsilon: Annotated[

@@ -19,7 +19,10 @@ def register(app: typer.Typer) -> None:
 
 def config(
     file: Annotated[
-        Path | None, typer.Option("--config", "-c", help="Check this config (TOML) and complete it.")
+        Path | None,
+        typer.Option(
+            "--config", "-c", help="Check this config and complete it: TOML, or a Python file that calls fit."
+        ),
     ] = None,
     changes: Changes = None,
     trust_code: TrustCode = False,
@@ -35,4 +38,4 @@ def config(
 
         print(json.dumps(config_schema(), indent=1))
     elif file is not None:
-        print("\n".join(map(printable, look(file, changes, trust_code).to_toml().splitlines())))
+        print("\n".join(map(printable, look(file, changes, trust_code).to_toml(Path.cwd()).splitlines())))

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from partita.core.own_code import Reference
     from partita.experiment.config import Config
 
-ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="Experiment config (TOML).")]
+ConfigFile = Annotated[
+    Path, typer.Option("--config", "-c", help="Experiment config (TOML), or a Python file that calls fit.")
+]
 Changes = Annotated[
     list[str] | None, typer.Option("--set", help="Override a config key, e.g. --set method.mu=0.1. Repeatable.")
 ]
@@ -43,7 +45,7 @@ def look(path: Path, changes: Iterable[str] | None, trust_code: bool) -> Config:
     """Load a config. Ask about custom code on a terminal, and elsewhere refuse it, before anything of it runs.
 
     Args:
-        path: The TOML file.
+        path: The TOML file, or a Python file that calls `fit`.
         changes: Overrides of its keys.
         trust_code: Trust its code, now and from now on.
 

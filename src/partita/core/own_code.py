@@ -1,4 +1,4 @@
-"""The user's own functions, named "file.py:function" or "package.module:function".
+"""The user's own functions and objects, named "file.py:function" or "package.module:function".
 
 A file is one Python file that runs on its own. It is loaded from its text, so two versions of it can be loaded in one
 process, and its digest says which version a run used.
@@ -6,6 +6,7 @@ process, and its digest says which version a run used.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -13,29 +14,49 @@ import inspect
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from partita.core.options import OptionError, closest_match, format_value
 
 FOLDER = "code"  # folder next to a recorded config that holds copies of the files
 SUFFIX = ".py"
+MAIN = "if __name__ == '__main__':"
 
 
 class CodeError(OptionError):
     """The user's own code cannot be found or loaded."""
 
 
+class FitCall(BaseException):
+    """A file that is read as a config has called `fit`. This ends the file.
+
+    Attributes:
+        function: The function `fit`.
+        config: The config that it was about to run, as nested dicts.
+        objects: The data and the model that it was given, by table.
+    """
+
+    def __init__(self, function: object, config: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+        super().__init__("fit was called")
+        self.function, self.config, self.objects = function, config, objects
+
+
+_RUNNING: ContextVar[Literal["", "file", "main"]] = ContextVar("running", default="")
+
+
 @dataclass(frozen=True)
 class Reference:
-    """A function in the user's own file or package.
+    """A function or an object in the user's own file or package.
 
     Attributes:
         source: The path of a file, ending in ".py", or the name of a module.
-        function: The function's name.
+        function: The name of the function or object.
     """
 
     source: str
@@ -59,6 +80,11 @@ class Reference:
         if self.path is None:
             return self
         return Reference(os.path.abspath(folder / self.path.expanduser()), self.function)
+
+    def named_from(self, folder: Path) -> Reference:
+        """Return the reference with a path that is relative, if the file is in a folder."""
+        found = self.relative_to(folder)
+        return found if self.path is None else Reference(found.source.removeprefix(f"{folder}{os.sep}"), self.function)
 
     def portable(self) -> Reference:
         """Return the reference as a recorded config has it, with the copy of the file next to the config."""
@@ -131,13 +157,41 @@ def digests(references: Iterable[Reference]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+def load_module(reference: Reference) -> ModuleType:
+    """Load the file or module of a reference.
+
+    Raises:
+        CodeError: If it cannot be loaded.
+    """
+    return _load_file(reference.path) if reference.path else _load_package_module(reference.source)
+
+
+def load_object(reference: Reference) -> Any:
+    """Load the file or module and return what the name stands for, a function or another object.
+
+    Raises:
+        CodeError: If it cannot be loaded, or has no such name.
+    """
+    module = load_module(reference)
+    if not hasattr(module, reference.function):
+        known = [name for name, value in vars(module).items() if name[0] != "_" and _may_be_named(value, module)]
+        hint = closest_match(reference.function, known) if known else "it is empty"
+        raise CodeError(f"{reference.source} has no object or function '{reference.function}'; {hint}")
+    return getattr(module, reference.function)
+
+
+def _may_be_named(value: object, module: ModuleType) -> bool:
+    made_elsewhere = inspect.ismodule(value) or inspect.isroutine(value) or inspect.isclass(value)
+    return _is_own(value, module) or not (made_elsewhere or type(value).__module__ == "__future__")
+
+
 def load_function(reference: Reference) -> Callable[..., Any]:
     """Load the file or module and return the function.
 
     Raises:
         CodeError: If it cannot be loaded, or has no such function.
     """
-    module = _load_file(reference.path) if reference.path else _load_module(reference.source)
+    module = load_module(reference)
     found = getattr(module, reference.function, None)
     if not callable(found):
         known = [name for name, value in vars(module).items() if callable(value) and _is_own(value, module)]
@@ -161,7 +215,7 @@ def _module_file(name: str) -> Path:
     return Path(spec.origin)
 
 
-def _load_module(name: str) -> ModuleType:
+def _load_package_module(name: str) -> ModuleType:
     path = _module_file(name)
     try:
         return importlib.import_module(name)
@@ -181,7 +235,8 @@ def _load_file(path: Path) -> ModuleType:
     previous = sys.modules.get(name)
     sys.modules[name] = module  # dataclasses and pickle look modules up here
     try:
-        exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
+        with _running("file"):
+            exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         if previous is None:
             del sys.modules[name]
@@ -189,6 +244,68 @@ def _load_file(path: Path) -> ModuleType:
             sys.modules[name] = previous
         raise CodeError(f"cannot load {path}: {describe_error(error, str(path))}") from error
     return module
+
+
+@contextmanager
+def _running(what: Literal["file", "main"]) -> Iterator[None]:
+    token = _RUNNING.set(what)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def end_at_fit(function: object, config: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+    """End the file if it is read as a config; the arguments are those of `FitCall`. Elsewhere, do nothing.
+
+    Raises:
+        CodeError: If a file is loaded for what it defines, which must not start a run.
+    """
+    if _RUNNING.get() == "main":
+        raise FitCall(function, config, objects)
+    if _RUNNING.get() == "file":
+        raise CodeError(f"the file calls fit when it is loaded; put the call under: {MAIN}")
+
+
+def read_fit_call(path: Path) -> FitCall:
+    """Load a file, run what it has under `if __name__ == "__main__":` up to its call of `fit`, and return the call.
+
+    Raises:
+        CodeError: If the file cannot be loaded, or does not call `fit` exactly once.
+    """
+    module = _load_file(path)
+    tree = ast.parse(read_source(Reference(str(path), "")))
+    under_main: list[ast.stmt] = [
+        each for each in tree.body if isinstance(each, ast.If) and "__name__" in _names(each.test)
+    ]
+    scope = {**vars(module), "__name__": "__main__"}
+    try:
+        with _running("main"):
+            exec(compile(ast.Module(under_main, []), str(path), "exec", dont_inherit=True), scope)
+    except FitCall as call:
+        loops = (ast.For, ast.While, ast.comprehension)
+        parts = [tree, *(each for each in ast.walk(tree) if isinstance(each, loops))]  # a loop may call it again
+        if sum(_calls(part, call.function, scope) for part in parts) > 1:
+            raise CodeError(f"{path} calls fit more than once; leave one call under: {MAIN}") from None
+        return call
+    except (Exception, SystemExit) as error:
+        raise CodeError(f"cannot run {path}: {describe_error(error, str(path))}") from error
+    raise CodeError(f"{path} does not call fit; add a call of partita.fit(model, data, ...) under: {MAIN}")
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def _calls(tree: ast.AST, function: object, scope: Mapping[str, Any]) -> int:
+    """Return how many calls of a function are written in a part of a file."""
+
+    def meant(node: ast.expr) -> object:
+        if isinstance(node, ast.Attribute):
+            return getattr(meant(node.value), node.attr, None)
+        return scope.get(node.id) if isinstance(node, ast.Name) else None
+
+    return sum(isinstance(each, ast.Call) and meant(each.func) is function for each in ast.walk(tree))
 
 
 def describe_error(error: BaseException, file: str) -> str:

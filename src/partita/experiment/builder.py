@@ -39,6 +39,7 @@ from partita.experiment.config import Config
 from partita.experiment.config_code import check_recorded
 from partita.experiment.config_tables import EngineConfig
 from partita.experiment.experiment import Experiment
+from partita.experiment.handing_over import load_named_objects
 from partita.experiment.pace import choose_pace
 from partita.methods.client_ranks import rank_by_client
 from partita.models.adapter_options import adapter_options
@@ -91,6 +92,7 @@ def build(
 def _check_environment(config: Config, device: torch.device) -> None:
     """Refuse changed own code, trackers that are not installed, and objects where new processes would need them."""
     check_recorded(config.code, digests(config.references()))
+    load_named_objects(config.objects, {"data": config.data, "model": config.model})
     for name in config.track.to:
         check_installed(name)
         find_function("tracker", name)

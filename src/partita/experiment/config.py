@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from partita.core.options import (
     unknown_key,
     validate_options,
 )
-from partita.core.own_code import Reference
+from partita.core.own_code import SUFFIX, Reference
 from partita.core.registry import built_in, check_options, find_function, named, options_by_name
 from partita.core.secure_settings import SecureAggregation
 from partita.core.settings import FederationSettings, Training
@@ -41,6 +42,7 @@ from partita.experiment.config_code import (
 )
 from partita.experiment.config_tables import (
     CODE,
+    OBJECTS,
     CheckpointConfig,
     Config,
     EngineConfig,
@@ -114,7 +116,7 @@ def options_under(heading: str) -> dict[str, Option]:
     """
     table, _, name = heading.partition(" ")
     if not table:
-        return options_of(Config, given=[*_TABLES, *NAMED_TABLES, CODE])
+        return options_of(Config, given=[*_TABLES, *NAMED_TABLES, CODE, OBJECTS])
     if table == ADAPTER_TABLE:
         return options_of(AdapterOptions)
     if table in _TABLES:
@@ -131,10 +133,9 @@ def schema() -> dict[str, dict[str, Option]]:
 def settings_by_key(config: Config) -> dict[str, str]:
     """Return every setting as a text by its dotted key. Values that mean the same have the same text."""
     texts: dict[str, str] = {}
-    plain = drop_none(dataclasses.asdict(config))
-    for key, value in portable(plain).items():
+    for key, value in portable(config.written()).items():
         if isinstance(value, Mapping):
-            known = _options_in(key, plain[key])
+            known = _options_in(key, getattr(config, key))
             if key == "model" and "adapter" in value:
                 known, value = dict(known), dict(value)
                 for name, item in value.pop("adapter").items():
@@ -192,7 +193,8 @@ def load(
     """Load and validate a config file. This runs the code that it names.
 
     Args:
-        path: The TOML file. Own code that it names is relative to its folder.
+        path: The TOML file, or a Python file that calls `fit`. Own code that a TOML file names is relative to its
+            folder.
         changes: Overrides such as "method.mu=0.1". Own code that they name is relative to the current folder.
         allow: Called with the custom code that the file names, before it runs; an error from it stops that. Names that
             packages register are not custom code. None for commands that run the config in any case.
@@ -201,7 +203,14 @@ def load(
         ConfigError: If the file or an override cannot be read.
         OptionError: If a key is unknown or a value is invalid.
     """
-    raw = anchored(read_toml(path), path.parent)
+    if path.suffix == SUFFIX:
+        if allow is not None:
+            allow([Reference(os.path.abspath(path), "fit")])
+        from partita.experiment.handing_over import read_python_file
+
+        raw = anchored(read_python_file(path), Path())
+    else:
+        raw = anchored(read_toml(path), path.parent)
     named = set(custom_code_in(raw))
     for change in changes:
         apply_override(raw, change)
@@ -290,13 +299,18 @@ def parse(raw: Mapping[str, Any]) -> Config:
     recorded, code = raw.pop(CODE, None), code_digests(raw)
     if recorded is not None:
         check_recorded(recorded, code)
+    objects: dict[str, Any] = {}
+    if references_in({what: raw.get(what) for what in ("data", "model")}):
+        from partita.experiment.handing_over import read_named_objects
+
+        raw, objects = read_named_objects(raw)
     if "method" not in raw:
         raise OptionError("'method' is missing; name one with [method] name = 'fedavg'")
     shaped = {key: kind(**validate_options(kind, raw[key], key)) for key, kind in _TABLES.items() if key in raw}
     plain = {key: value for key, value in raw.items() if key not in _TABLES}
     single = {key: value for key, value in plain.items() if key not in NAMED_TABLES}
-    validate_options(Config, single, "", given=[*_TABLES, *NAMED_TABLES, CODE])
-    config = Config(**plain, **shaped, code=code)
+    validate_options(Config, single, "", given=[*_TABLES, *NAMED_TABLES, CODE, OBJECTS])
+    config = Config(**plain, **shaped, code=code, objects=objects)
     method, built = _filled_method(config.method)
     config = dataclasses.replace(
         config,

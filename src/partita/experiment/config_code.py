@@ -48,6 +48,11 @@ def portable(raw: Raw) -> dict[str, Any]:
     return _map_references(raw, lambda name, reference: _keep_plugin(name, reference.portable()))
 
 
+def named_from(raw: Raw, folder: Path) -> dict[str, Any]:
+    """Return a raw config in which own files in a folder are named from there. The paths of others are absolute."""
+    return _map_references(raw, lambda name, reference: _keep_plugin(name, reference.named_from(folder)))
+
+
 def _keep_plugin(name: str, reference: Reference) -> str:
     """Return the reference as a name. The name that a package registers stays as it is."""
     return str(reference) if ":" in name else name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
@@ -27,10 +28,11 @@ from partita.core.rng import Key
 from partita.core.sampling import Uniform
 from partita.core.secure_settings import SecureAggregation
 from partita.core.settings import FederationSettings, Run, Training
-from partita.experiment.config_code import portable, references_in
+from partita.experiment.config_code import named_from, portable, references_in
 
 Table = Mapping[str, Any]
 CODE = "code"  # the table of a recorded config with the digests of the user's own code
+OBJECTS = "objects"  # the field of a config that no file sets
 Processes = Annotated[int, Range(low=1, high=1024)]
 
 
@@ -194,6 +196,8 @@ class Config:
     secure_aggregation: SecureAggregation | None = None
     stop: StopConfig | None = None
     code: Mapping[str, str] = field(default_factory=dict)  # digest of each file or module of the user's own code
+    # `[data]` and `[model]` as they are written, if they name objects of the user's own code
+    objects: Mapping[str, Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         validate_fields(self.training, "training", in_code=False)  # TOML holds no objects
@@ -204,17 +208,26 @@ class Config:
         needed = self.stop is not None and self.stop.reads_scores
         return self.evaluate.validation_every or ((self.evaluate.every or 1) if needed else 0)
 
-    def to_toml(self) -> str:
+    def written(self) -> dict[str, Any]:
+        """Return the config as nested dicts, without values that are None. Objects are named, as in the file."""
+        raw: dict[str, Any] = drop_none(asdict(self))
+        objects = raw.pop(OBJECTS)
+        return raw | objects
+
+    def to_toml(self, folder: Path | None = None) -> str:
         """Return the config as TOML, without values that are None.
 
-        It names own code by the copies in the folder `code` next to it; `references` of this config finds the files.
+        Args:
+            folder: A folder, from which own code is named, without digests, so that a user can go on editing. Default:
+                own code is named by the copies in the folder `code` next to the config; `references` of this config
+                finds the files.
         """
-        raw = portable(drop_none(asdict(self)))
-        return tomli_w.dumps({key: value for key, value in raw.items() if key != CODE or value})
+        raw = portable(self.written()) if folder is None else named_from(self.written(), folder)
+        return tomli_w.dumps({key: value for key, value in raw.items() if key != CODE or (value and folder is None)})
 
     def references(self) -> list[Reference]:
-        """Return the user's own functions that the config names."""
-        return references_in(asdict(self))
+        """Return the user's own functions and objects that the config names."""
+        return references_in(self.written())
 
     def run(
         self,

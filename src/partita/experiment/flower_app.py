@@ -18,6 +18,7 @@ import tomli_w
 
 from partita import data, models
 from partita.core.client import Job
+from partita.core.given import given, is_given
 from partita.core.rng import Key
 from partita.core.rounds import initial_server
 from partita.data.digest import examples_digest
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid, ServerApp
 
 SITE_OPTIONS = tuple(f"{table}." for table in SITES_OWN)
+LIBRARIES = ("datasets", "transformers", "peft")  # those of named objects, which take seconds to import
 PACKAGE, CONFIG = "federation", "experiment.toml"
 APP_SOURCE = """from pathlib import Path
 
@@ -120,9 +122,12 @@ def modules(app: Path) -> list[str]:
 
 
 def modules_of(config: Config) -> list[str]:
-    """Return the modules of partita that an experiment needs, and this one."""
+    """Return the modules of partita that an experiment needs, this one, and those that its named objects are from."""
     entries = data.INDEX.get(config.data["name"]), models.INDEX.get(config.model["name"])
-    return [__name__, *(entry.partition(":")[0] for entry in entries if entry)]
+    values = (*config.data.values(), *config.model.values())
+    places = ["datasets", *(type(given(value).value).__module__ for value in values if is_given(value))]
+    libraries = [place for place in places if config.objects and place.partition(".")[0] in LIBRARIES]
+    return [__name__, *(entry.partition(":")[0] for entry in entries if entry), *libraries]
 
 
 def run_config(app: Path) -> Mapping[str, Any]:

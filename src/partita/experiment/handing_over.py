@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,9 @@ import torch
 
 from partita.core.given import Given, is_given
 from partita.core.options import OptionError, format_value
-from partita.data.objects import DataSource, from_dataset, from_task
+from partita.core.own_code import CodeError, Reference, load_module, load_object, read_fit_call
+from partita.core.registry import find_reference
+from partita.data.objects import DataSource, as_long_as_taken, from_dataset, from_task
 from partita.data.task import Task
 
 SEED = "; new weights, such as a head, are random: call transformers.set_seed first"
@@ -33,7 +39,9 @@ def hand_over_data(data: Any) -> tuple[tuple[Given, ...], dict[str, Any], Mappin
 
 
 def hand_over_model_of(model: Any, loss: Any = None) -> tuple[tuple[Given, ...], dict[str, Any]]:
-    """Return the object and the table `[model]`."""
+    """Return the object and the table `[model]`. A pair is a module and its loss."""
+    if isinstance(model, tuple) and len(model) == 2 and loss is None:
+        model, loss = model
     if isinstance(model, str | Path | Mapping):
         if loss is not None:
             raise OptionError(ONLY_MODULES)
@@ -55,6 +63,133 @@ def hand_over_model_of(model: Any, loss: Any = None) -> tuple[tuple[Given, ...],
 
     given = hand_over_module(model, loss)
     return (given,), {"name": "module", "path": given.name}
+
+
+def tell_tokenizers(held: Iterable[Given], model: Any) -> None:
+    """Tell the tokenizers of the data which model they are for: their limits are those of the model."""
+    for given in held:
+        if hasattr(given.value, "all_special_ids"):
+            given.config = getattr(getattr(model, "base_model", None), "config", None) or getattr(model, "config", None)
+
+
+@dataclass(frozen=True)
+class _Named:
+    """An object of the user's own code, with what it was handed over as."""
+
+    value: Any
+    held: tuple[Given, ...]
+    table: Mapping[str, Any]
+    splitting: Mapping[str, Any] | None = None
+
+
+_NAMED: dict[tuple[str, Reference], _Named] = {}  # keeps what was handed over
+
+
+def read_named_objects(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Load the objects that `[data]` and `[model]` name. This runs the user's own code.
+
+    Args:
+        raw: A config as nested dicts. Paths of own files are absolute.
+
+    Returns:
+        The config in which such tables are those that `fit` makes of the objects, with the split that the data says if
+        the config says none; and the tables as they were.
+
+    Raises:
+        CodeError: If the code has no such object.
+        OptionError: If the object is no data or no model.
+    """
+    found = {what: named for what in ("data", "model") if (named := _named_object(what, raw.get(what)))}
+    if "data" in found:
+        tell_tokenizers(found["data"].held, found["model"].value if "model" in found else None)
+    read = dict(raw)
+    for what, named in found.items():
+        own = {key: value for key, value in raw[what].items() if key != "name"}
+        read[what] = {**(as_long_as_taken(named.table) if what == "data" else named.table), **own}
+        if named.splitting is not None:
+            read.setdefault("split", named.splitting)
+    return read, {what: dict(raw[what]) for what in found}
+
+
+def load_named_objects(objects: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
+    """Load the objects of a config in this process, if another one has read it.
+
+    Args:
+        objects: The tables that name them, as they are written.
+        tables: The tables that the other process has made of them.
+
+    Raises:
+        CodeError: If they are others here.
+    """
+    read, _ = read_named_objects(objects)
+    for what, table in objects.items():
+        if read[what].get("path") != tables[what].get("path"):
+            raise CodeError(
+                f"{what}.name is {format_value(table['name'])}, which is another object each time its file is loaded; "
+                "draw what is random with a seed"
+            )
+
+
+def _named_object(what: str, table: Any) -> _Named | None:
+    """Return the object that a table names; None for a function, a name of partita, and no name."""
+    name = table.get("name") if isinstance(table, Mapping) else None
+    reference = find_reference(what, name) if isinstance(name, str) else None
+    if reference is None:
+        return None
+    with _seeded():
+        value = load_object(reference)
+    if callable(value) and not hasattr(value, "state_dict"):
+        return None
+    known = _NAMED.get((what, reference))
+    if known is None or known.value is not value:
+        try:
+            made = hand_over_data(value) if what == "data" else hand_over_model_of(value)
+        except ValueError as error:
+            raise OptionError(f"{what}.name is {format_value(name)}: {error}") from error
+        known = _NAMED[what, reference] = _Named(value, *made)
+    return known
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Let a file that is loaded draw the same weights at all parties, such as those of a new head."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def read_python_file(path: Path) -> dict[str, Any]:
+    """Return the config that a file hands to `fit`, with its data and its model by their names in the file.
+
+    Raises:
+        CodeError: If the file cannot be loaded, or does not call `fit` exactly once.
+        OptionError: If `fit` is given an object that is no variable of the file.
+    """
+    reference = Reference(os.path.abspath(path), "")
+    with _seeded():
+        call = read_fit_call(Path(reference.source))
+    variables, raw = vars(load_module(reference)), dict(call.config)
+    for what, value in call.objects.items():
+        if any(map(is_given, raw[what].values())):
+            name = next((name for name, each in variables.items() if name[0] != "_" and _is_same(each, value)), None)
+            if name is None:
+                shown = "a pair of model and loss" if isinstance(value, tuple) else f"the {what}"
+                raise OptionError(
+                    f"fit gets {shown} under no name of {path}, so no other process can find it; give it a name at the "
+                    "top level of the file"
+                )
+            own = {key: each for key, each in raw[what].items() if key not in ("name", "path")}
+            raw[what] = {"name": f"{reference.source}:{name}", **(own if what == "model" else {})}
+    return raw
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two objects are one, or the same data with another split."""
+    if isinstance(one, DataSource) and isinstance(other, DataSource):
+        return one.held == other.held and one.reading == other.reading
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(operator.is_, one, other))
+    return one is other
 
 
 def hand_over_again(config: Mapping[str, Any], model: Any, data: Any, loss: Any) -> tuple[Given, ...]:

@@ -131,7 +131,7 @@ class GroupSite:
     """A `[[site]]` table."""
 
     name: Annotated[str, "the client's name in the experiment, and of its folder"]
-    data: Annotated[str, "`data.path` at the site"] = ""
+    data: Annotated[str, "`data.path` at the site; for data of your own file, what that file reads there"] = ""
     ips: Annotated[tuple[str, ...], "addresses or networks that it connects from; the server admits no others"] = ()
     folder: Annotated[str, "where its folder will be on its machine; left out: `/opt/partita/NAME`"] = ""
     set: Annotated[Mapping[str, Any], 'config keys that differ there, such as `"engine.device" = "cuda"`'] = field(
@@ -156,11 +156,6 @@ class GroupSite:
     def home(self) -> str:
         """Where its folder will be on its machine."""
         return self.folder or f"/opt/partita/{self.name}"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The config keys that differ there."""
-        return {**({"data.path": self.data} if self.data else {}), **self.set}
 
 
 @dataclass(frozen=True)
@@ -224,7 +219,7 @@ class Group:
                 f"the site '{unknown[0]}' is not in split.sites of the experiment; {closest_match(unknown[0], agreed)}"
             )
         for site in self.site:
-            if "path" in config.data and not site.data:
+            if reads_path(config) and not site.data:
                 raise SiteError(f"the site '{site.name}' has no data; say where its rows are, as data = '/srv/data'")
             if "path" not in config.data and site.data:
                 raise SiteError(
@@ -241,6 +236,11 @@ class Group:
         ]
         closed = [site.name for site in self.site if not site.ips]
         return points + [f"{name} has no ips: the server's firewall rules do not admit it" for name in closed]
+
+
+def reads_path(config: Config) -> bool:
+    """Return whether each site has a `data.path` of its own; data of the user's own file knows where its rows are."""
+    return "path" in config.data and "data" not in config.objects
 
 
 def load_group(path: Path) -> Group:

@@ -17,12 +17,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from partita.core.dp_settings import PrivacySettings
+from partita.core.given import origin
 from partita.experiment import flower_app
 from partita.experiment.builder import build
 from partita.experiment.config import Config, load
 from partita.experiment.config_code import code_copies
 from partita.experiment.experiment import Experiment
-from partita.site.kit.group import ABSOLUTE, SERVER, Group, GroupSite, Images, is_absolute
+from partita.site.kit.group import ABSOLUTE, SERVER, Group, GroupSite, Images, is_absolute, reads_path
 from partita.site.kit.plan_needs import Needs, by_role, needs_of
 from partita.site.kit.sbom import EXTRAS, ROOT, installed, requirements, sbom
 from partita.site.kit.templating import render_folder
@@ -94,7 +95,7 @@ def load_experiment(group: Group) -> Config:
     config = load(group.experiment_file)
     group.check_experiment(config)
     path = config.data.get("path")
-    if path is None:
+    if path is None or "data" in config.objects:
         return config
     found = group.server.data or (str(Path(path).resolve()) if Path(path).exists() else str(path))
     if os.path.isabs(found) and not is_absolute(found):
@@ -104,11 +105,11 @@ def load_experiment(group: Group) -> Config:
 
 def open_points(group: Group) -> list[str]:
     """Return what is still to be filled in or provided before the group can run, one sentence each."""
-    points, model = group.open_points(), load(group.experiment_file).model.get("path")
-    if isinstance(model, str) and not is_absolute(model):
+    points, model = group.open_points(), origin(load(group.experiment_file).model.get("path"))
+    if model and not is_absolute(model):
         points.append(
-            f"model.path is '{model}': sites have no way to the Hub, so save the model to a folder and name it by its "
-            "absolute path, the same at all parties"
+            f"the model is from '{model}': sites have no way to the Hub, so save the model to a folder and name it by "
+            "its absolute path, the same at all parties"
         )
     return points
 
@@ -143,7 +144,7 @@ def _app(group: Group, recorded: Files) -> Files:
 
 def _server(group: Group, config: Config, needs: Iterable[Needs], common: Mapping[str, Any]) -> Files:
     values = {
-        **_places(config, config.data.get("path"), group.server.folder),
+        **_places(config, group.server.data or config.data.get("path"), group.server.folder),
         "bridge": f"pt-{SERVER}",
         "addresses": _by_family(ip for site in group.site for ip in site.ips),
         "gpu": config.engine.device == "cuda",
@@ -159,9 +160,10 @@ def _site(site: GroupSite, experiment: Experiment, needs: Needs, common: Mapping
     values = {
         **_places(config, site.data, site.home),
         "site": site,
+        "changes": {**({"data.path": site.data} if reads_path(config) else {}), **site.set},
         "bridge": f"pt-{site.name[:12]}",
         "addresses": _by_family(common["server"].addresses),
-        "gpu": site.settings.get("engine.device", config.engine.device) == "cuda",
+        "gpu": site.set.get("engine.device", config.engine.device) == "cuda",
         "roles": roles,
         "names": names,
         "never": [escape(name) for name in sorted(needs.kept - needs.names)],
@@ -199,7 +201,7 @@ def _limits(site: GroupSite, needs: Needs, rounds: int) -> dict[str, int]:
 
 def _places(config: Config, data: str | None, home: str) -> dict[str, Any]:
     """Return the paths that a party only reads, and whether any is in a home folder."""
-    wanted = (data, config.model.get("path"))
+    wanted = (data, origin(config.model.get("path")))
     paths = [path for path in dict.fromkeys(wanted) if isinstance(path, str) and is_absolute(path)]
     return {"read": paths, "read_home": any(path.startswith(("/home/", "/root/")) for path in (*paths, home))}
 
