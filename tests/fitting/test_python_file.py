@@ -238,8 +238,8 @@ def test_files_that_are_no_config_are_refused_in_one_line(case: str, file: Path)
 WRONG: dict[str, tuple[str, str]] = {
     "no such object": ("federation.py:modell", r"has no object or function 'modell'; did you mean 'model'\?$"),
     "no such name at all": ("federation.py:zzz", r"; it can be: .*, model, .*tokenizer$"),
-    "a number": ("federation.py:number", r"data\.name is '.*:number': data is a int; give a datasets\.Dataset"),
-    "a model as data": ("federation.py:model_too", "data is a BertForSequenceClassification; give a"),
+    "a number": ("federation.py:number", r"data\.name is '.*:number': data is of type int; give a datasets\.Dataset"),
+    "a model as data": ("federation.py:model_too", "data is of type BertForSequenceClassification; give a"),
     "a text as data": ("federation.py:text", "data is 'reviews.csv'; say how it is read"),
 }
 
@@ -251,7 +251,7 @@ def test_objects_of_a_wrong_type_are_refused_in_one_line(case: str, file: Path) 
     with pytest.raises(ValueError, match=message) as error:
         table(name)
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match=r"model\.name is '.*:number': the model is a int; give a module"):
+    with pytest.raises(ValueError, match=r"model\.name is '.*:number': the model is of type int; give a module"):
         parse({"method": {"name": "fedavg"}, "model": {"name": "federation.py:number"}})
 
 

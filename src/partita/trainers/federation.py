@@ -51,8 +51,8 @@ RECORDED = (
 class HandedOver(Config):
     """A config whose data, model and training were Trainers. Its file says what they were, and does not start a run."""
 
-    def to_toml(self) -> str:
-        raw = tomllib.loads(super().to_toml())
+    def to_toml(self, folder: Path | None = None) -> str:
+        raw = tomllib.loads(super().to_toml(folder))
         return tomli_w.dumps({key: value for key, value in raw.items() if key not in ("training", "split", "engine")})
 
 
