@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from flower_fixtures import FakeGrid, Reply, flower_engine, make_grid, through_bytes
+from flower_fixtures import clock as clock
 from flower_fixtures import task_identity as task_identity
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from helpers import SMALL_TASK, SMALL_VIT, Clients, server_in, toy_model, toy_run, with_federation
@@ -47,6 +48,9 @@ from partita.secure_aggregation.messages import (
     write_signatures,
 )
 from partita.secure_aggregation.server import SecureServer
+
+# No site is lost because the machine is slow: time passes only while the server waits.
+pytestmark = pytest.mark.usefixtures("clock")
 
 FOUR = Clients(c0=3, c1=7, c2=9, c3=4)
 FIVE = Clients(c0=3, c1=7, c2=9, c3=4, c4=5)
