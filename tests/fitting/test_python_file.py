@@ -7,6 +7,7 @@ import runpy
 import sys
 import tomllib
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from python_file_fixtures import FILE, write_file
 from shell import Shell
 
 from partita.core.own_code import CodeError
-from partita.experiment import handing_over
+from partita.experiment import builder, handing_over
 from partita.experiment.builder import build
 from partita.experiment.config import Config, differences, load, load_recorded, parse, shared_digest
+from partita.experiment.flower_app import modules_of
 from partita.record import file_names
 
 HEAD = "import torch\nimport partita as pt\n"
@@ -39,6 +41,10 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handing_over, "_NAMED", {})
     for name in [name for name in sys.modules if name.startswith("partita_code_")]:
         monkeypatch.delitem(sys.modules, name)
+
+
+def load_again(config: Config) -> Config:
+    return parse(config.written())
 
 
 def table(name: str, **more: object) -> Config:
@@ -69,6 +75,7 @@ def test_config_that_the_command_prints_says_the_same(file: Path, run_partita: S
     assert differences(load(file, ["rounds=7"]), load(Path("experiment.toml"))) == []
 
 
+@pytest.mark.slow
 def test_recorded_run_needs_no_objects(file: Path, run_partita: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("whole", "run"):
         rounds = "3" if folder == "whole" else "2"
@@ -129,7 +136,7 @@ def test_names_stand_for_what_fit_makes_of_the_object(case: str, file: Path) -> 
     if case != "a function":
         assert config.objects == {what: {"name": f"{file.parent}/file.py:{what}"}}
     assert tomllib.loads(config.to_toml())[what]["name"] == f"code/file.py:{what}"
-    assert parse(config.written()) == config
+    assert load_again(config) == config
 
 
 def test_keys_beside_the_name_are_those_of_the_object(file: Path) -> None:
@@ -141,6 +148,41 @@ def test_keys_beside_the_name_are_those_of_the_object(file: Path) -> None:
     assert table(name, split={"name": "iid", "clients": 2}).split["name"] == "iid", "the config's own wins"
     with pytest.raises(ValueError, match=r"unknown key 'data\.max_lenght'; did you mean 'max_length'\?"):
         parse({"method": {"name": "fedavg"}, "data": {"name": name, "max_lenght": 5}})
+
+
+def test_fit_may_get_the_data_of_a_variable_with_another_split(file: Path) -> None:
+    file.write_text(FILE.replace("(model, data,", "(model, data.split('iid', clients=4),"))
+    config = load(file)
+    assert config.objects["data"] == {"name": f"{file}:data"}
+    assert (config.split["name"], config.split["clients"]) == ("iid", 4)
+
+
+def test_settings_of_the_model_stand_beside_its_name(file: Path) -> None:
+    file.write_text(FILE.replace("rounds=2,", "rounds=2, adapter={'rank': 2},"))
+    config = load(file)
+    assert config.objects["model"] == {"name": f"{file}:model", "adapter": {"rank": 2}}
+    assert config.model["adapter"]["rank"] == 2
+    assert load_again(config) == config
+
+
+def test_texts_are_as_long_as_the_model_of_the_file_takes(file: Path) -> None:
+    text = FILE.replace("**shape,", "**shape, max_position_embeddings=9,")
+    file.write_text(text.replace('"and"]', '"and", "tell"]').replace("=15", "=16"))  # a tokenizer of no other test
+    raw = {"method": {"name": "fedavg"}, "data": {"name": f"{file}:data"}, "model": {"name": f"{file}:model"}}
+    assert parse(raw).data["max_length"] == 9
+    assert load(file).data["max_length"] == 9
+
+
+def test_processes_are_prepared_for_the_libraries_of_the_objects(file: Path) -> None:
+    assert {"datasets", "transformers.models.bert.modeling_bert"} <= set(modules_of(load(file)))
+
+
+def test_workers_on_a_gpu_take_objects_that_have_a_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "_configure_torch", lambda engine: torch.device("cuda"))
+    monkeypatch.setattr(builder, "build_method", stop := Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        build(load(file, ["engine.workers=2"]))
+    assert stop.called, "the environment was found fit"
 
 
 def test_a_pair_is_a_module_and_its_loss(file: Path) -> None:
@@ -156,6 +198,7 @@ def test_a_pair_is_a_module_and_its_loss(file: Path) -> None:
 
 def test_weights_without_a_seed_are_the_same_in_every_process(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(FILE.replace("torch.manual_seed(0)\n", ""))
+    torch.manual_seed(77)
     before = torch.get_rng_state()
     first = load(file).model["path"]
     assert torch.equal(torch.get_rng_state(), before)

@@ -96,7 +96,8 @@ def _check_environment(config: Config, device: torch.device) -> None:
     for name in config.track.to:
         check_installed(name)
         find_function("tracker", name)
-    objects = [key for key in ("data", "model") if is_given(getattr(config, key).get("path"))]
+    given = [key for key in ("data", "model") if is_given(getattr(config, key).get("path"))]
+    objects = [key for key in given if key not in config.objects]  # those with a name are loaded again
     if objects and config.engine.workers > 1 and device.type == "cuda":
         raise RunError(
             f"engine.workers is {config.engine.workers}, and on a GPU each worker loads the {objects[0]} itself, which "
