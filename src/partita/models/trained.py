@@ -50,4 +50,5 @@ def trained_module(model: Model, params: Tensors, path: str | None) -> Any:
             model.save_merged(params, folder)
         else:
             model.save_pretrained(params, folder)
-        return getattr(transformers, model.kind.auto_class).from_pretrained(folder)
+        kind: Any = getattr(transformers, model.kind.auto_class)
+        return kind.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, local_files_only=True)
