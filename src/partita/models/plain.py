@@ -24,6 +24,7 @@ from partita.models.dropout import use_keyed_dropout
 from partita.models.functional import FunctionalModel, empty_slots
 from partita.models.hugging_face import OPERATIONS, parameter_slots_of
 from partita.models.lifting import why_one_by_one
+from partita.models.loading import BATCH_NORMS
 from partita.models.vmap_layers import use_vmap_layers
 from partita.tasks import TaskInfo
 
@@ -61,7 +62,7 @@ def hand_over_module(module: torch.nn.Module, loss: Loss | None = None) -> Given
         ModelError: If the module keeps statistics of batches, or has nothing to train.
     """
     for path, part in module.named_modules():
-        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
+        if isinstance(part, (*BATCH_NORMS, torch.nn.SyncBatchNorm)):
             raise ModelError(
                 f"'{path}' is a {type(part).__name__}, whose statistics over a batch differ between clients and are no "
                 "parameters; replace it with GroupNorm or LayerNorm"

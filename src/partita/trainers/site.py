@@ -177,7 +177,7 @@ class TrainerSite(TrainerCallback):
         """Add penalties and let rules change the gradient, after the Trainer has clipped it."""
         if self.open is None or not (rules := _with_hook(self.open.run, "penalty", "gradient")):
             return
-        ctx, named = self.open.ctx, self._parameters()
+        ctx, named = self.open.ctx, self._trained_now()
         hidden = cast(Any, Hidden())
         with torch.enable_grad():
             leaves = {name: value.detach().requires_grad_() for name, value in named.items()}
@@ -207,7 +207,7 @@ class TrainerSite(TrainerCallback):
         self.open.steps += 1
         if rules := _with_hook(self.open.run, "after_step"):
             with torch.no_grad():
-                values = {name: value.detach() for name, value in self._parameters().items() if value.grad is not None}
+                values = {name: value.detach() for name, value in self._trained_now().items() if value.grad is not None}
                 moved: Tensors = values
                 for rule in rules:
                     moved = rule.after_step(moved, self.open.ctx)
@@ -218,7 +218,7 @@ class TrainerSite(TrainerCallback):
         if self.open is not None:
             self.open.loss = next(entry["train_loss"] for entry in reversed(state.log_history) if "train_loss" in entry)
 
-    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+    def _trained_now(self) -> dict[str, torch.nn.Parameter]:
         return {name: self.model.parameters[name] for name in sorted(self.trained)}
 
     def _on_device(self, run: Run, ctx: Context) -> Context:
@@ -234,7 +234,7 @@ class TrainerSite(TrainerCallback):
 
     def _optimizer_state(self) -> dict[str, Tensors]:
         found: dict[str, dict[str, torch.Tensor]] = {}
-        for name, value in self._parameters().items():
+        for name, value in self._trained_now().items():
             for slot, part in self.trainer.optimizer.state[value].items():
                 if not isinstance(part, torch.Tensor):
                     raise RunError(f"training.keep_optimizer: '{slot}' of the optimizer is no tensor; leave it out")
@@ -242,7 +242,7 @@ class TrainerSite(TrainerCallback):
         return dict(found)
 
     def _load_optimizer(self, kept: Slots) -> None:
-        optimizer, names = self.trainer.optimizer, {id(value): name for name, value in self._parameters().items()}
+        optimizer, names = self.trainer.optimizer, {id(value): name for name, value in self._trained_now().items()}
         plain = optimizer.state_dict()
         for group, own in zip(optimizer.param_groups, plain["param_groups"], strict=True):
             for value, index in zip(group["params"], own["params"], strict=True):
