@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
+import evidence
 import numpy as np
 import pytest
+from evidence import Check
 from scipy.stats import binom, chi2, kstest, norm
 from scipy.stats import t as student
-
-from partita.privacy import evidence
-from partita.privacy.evidence import Check
 
 
 def test_check_fails_below_its_share_of_the_significance() -> None:

@@ -8,10 +8,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import mechanism
+import mechanism_choice
+import mechanism_clients
 import numpy as np
 import pytest
 import torch
+from evidence import Array, Check, chance_of_cosine, check_counts, check_dispersion
 from helpers import Clients, toy_model, toy_run
+from mechanism import Stream
 from scipy.stats import hypergeom, ks_2samp
 
 from partita.core.batch_schedule import BatchSchedule
@@ -19,9 +24,6 @@ from partita.core.client_rule import PrivacyRelease
 from partita.core.dp_settings import PrivacySettings
 from partita.methods import build
 from partita.methods.fedavg import fedavg
-from partita.privacy import mechanism, mechanism_choice, mechanism_clients
-from partita.privacy.evidence import Array, Check, chance_of_cosine, check_counts, check_dispersion
-from partita.privacy.mechanism import Stream
 from partita.testing.toy import ToyExamples
 
 

@@ -8,9 +8,13 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import mechanism
+import mechanism_choice
+import mechanism_clients
 import numpy as np
 import pytest
 import torch
+from evidence import Check
 from helpers import Clients, ScriptedEngine, toy_model, toy_run
 
 from partita.core.client import ClientRound, Job
@@ -24,9 +28,7 @@ from partita.core.settings import Run
 from partita.core.update import Update
 from partita.core.update_transform import UpdateTransform
 from partita.methods.fedavg import fedavg
-from partita.privacy import mechanism, mechanism_choice, mechanism_clients
 from partita.privacy.client_level import ClippedUpdates, protect_clients
-from partita.privacy.evidence import Check
 from partita.testing.toy import ToyTransformer
 from partita.training import private_gradients
 from partita.training.dp_sgd import clipped_sum

@@ -11,6 +11,7 @@ import pytest
 import torch
 from dp_accounting import pld
 from helpers import Clients, play, toy_run
+from mechanism_choice import check_choice
 from torch import Tensor
 
 from partita.core.client import ClientState
@@ -27,7 +28,6 @@ from partita.methods.safl import safl
 from partita.methods.selectors import ROUND, Random, TopLayers, spread_evenly
 from partita.privacy.accountant import INTERVAL
 from partita.privacy.guard import PrivacyGuard, make_private
-from partita.privacy.mechanism_choice import check_choice
 from partita.storage.client_store import MemoryStore
 from partita.testing.toy import ToyTransformer
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from group_fixtures import Hospitals, Patients, patients, take_one
 from helpers import Clients, final_params, max_difference, play, toy_model, toy_run
+from mechanism import GradientRecorder
 from scipy.stats import binom
 from torch import Tensor
 
@@ -25,7 +26,6 @@ from partita.core.settings import Run
 from partita.core.tensors import Tensors
 from partita.methods import build
 from partita.methods.fedavg import fedavg
-from partita.privacy.mechanism import GradientRecorder
 from partita.training.batching import collate
 from partita.training.dp_sgd import clipped_sum
 from partita.training.local_training import train_clients

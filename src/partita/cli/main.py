@@ -220,7 +220,7 @@ def audit(
     trust_code: TrustCode = False,
     as_json: Json = False,
 ) -> None:
-    """Check a finished run's noise, clipping and sampling, and attack it. Exits with 1 if the privacy claim fails.
+    """Attack a finished run. Exits with 1 if what the attacks prove contradicts the privacy claim.
 
     This reads the data, the model and all other files named in the run's config.toml.
     """
@@ -235,12 +235,6 @@ def audit(
     if as_json:
         print(json.dumps(findings, indent=1))
         raise typer.Exit(int(bool(failed)))
-    for check in findings["mechanism"]:
-        mark = "yes" if check["passed"] else "NO "
-        print(
-            f"{mark}  {check['what']}: measured {check['found']:.4g}, charged {check['charged']:.4g} "
-            f"({check['numbers']} samples)"
-        )
     for name, result in findings["attacks"].items():
         print(f"{name}: AUC {result['auc']:.3f}, {result['true_at_1%']:.1%} true positives at 1% false positives")
     claim, bound = findings["claim"], findings["bound"]

@@ -1,4 +1,4 @@
-"""Audit a recorded run's privacy claim with checks and attacks, and write the findings to its folder."""
+"""Attack a recorded run, compare what is found with its privacy claim, and write the findings to its folder."""
 
 from __future__ import annotations
 
@@ -32,11 +32,6 @@ from partita.privacy.canaries import (
     gradient_cosines,
     losses_of,
 )
-from partita.privacy.evidence import Check, judge
-from partita.privacy.mechanism import check_examples
-from partita.privacy.mechanism_choice import check_choice
-from partita.privacy.mechanism_client_noise import check_client_noise
-from partita.privacy.mechanism_clients import check_clients
 from partita.privacy.membership import Array, best_guesses, confidence_of, likelihood_ratios, roc
 from partita.record import file_names
 from partita.storage import checkpoint
@@ -51,7 +46,7 @@ Findings = dict[str, Any]
 def audit(
     folder: Path, canaries: int = 0, shadows: int = 0, trust_code: bool = False, group: str | None = None
 ) -> Findings:
-    """Check the run's mechanism, attack its final model and an update, and optionally attack its training.
+    """Attack the final model and an update of a run, and optionally its training.
 
     Args:
         folder: Folder of a finished run.
@@ -78,6 +73,7 @@ def audit(
         # Attacks are on updates in clear. With secure aggregation, an attacker sees less.
         experiment = replace(experiment, run=replace(experiment.run, secure_aggregation=None))
     check_base(experiment, folder)
+    experiment.model.to(experiment.device)
     guard, task = experiment.guard, experiment.federation.task
     if shadows and task.kind.outputs == "numbers":
         raise PrivacyError(
@@ -92,10 +88,8 @@ def audit(
     )
     if not saved.done:
         raise PrivacyError(f"{folder / file_names.CHECKPOINTS} holds no checkpoint, so there is no model to attack")
-    findings: Findings = {"claim": guard.about() if guard else None, "mechanism": [], "attacks": {}, "bound": None}
-    if guard:
-        findings["mechanism"] = judge(_on_mechanism(experiment, folder, saved.server))
-    findings["attacks"] |= _on_result(experiment, folder, saved)
+    attacks = _on_result(experiment, folder, saved)
+    findings: Findings = {"claim": guard.about() if guard else None, "attacks": attacks, "bound": None}
     if group is not None:
         findings["group"] = group
     if canaries:
@@ -106,18 +100,13 @@ def audit(
 
 def failures(findings: Findings) -> list[str]:
     """Return the findings that contradict the privacy claim, one sentence each."""
-    sentences = [
-        f"{check['what']} is {check['found']:.4g}, and {check['charged']:.4g} was charged (p = {check['p']:.1g})"
-        for check in findings["mechanism"]
-        if not check["passed"]
-    ]
-    claim = findings["claim"] or {}
+    claim, bound = findings["claim"] or {}, findings["bound"]
     planned = claim.get("planned")
     if findings.get("group") != claim.get("group") and "group" in findings:
-        return sentences  # canaries were groups, and nothing was claimed about groups
-    if findings["bound"] and planned is not None and findings["bound"]["epsilon"] > planned:
-        sentences.append(f"epsilon is at least {findings['bound']['epsilon']:.3g}, and {planned:.3g} was claimed")
-    return sentences
+        return []  # canaries were groups, and nothing was claimed about groups
+    if not bound or planned is None or bound["epsilon"] <= planned:
+        return []
+    return [f"epsilon is at least {bound['epsilon']:.3g}, and {planned:.3g} was claimed"]
 
 
 def _with_groups(experiment: Experiment, column: str | None) -> Experiment:
@@ -129,25 +118,6 @@ def _with_groups(experiment: Experiment, column: str | None) -> Experiment:
         raise PrivacyError(f"the run has the groups of another column; leave --group {column} out")
     groups = by_example(federation.task, row_groups(federation.task, column))
     return replace(experiment, federation=replace(federation, groups=groups))
-
-
-def _on_mechanism(experiment: Experiment, folder: Path, server: Server) -> list[Check]:
-    """Repeat a few private steps or rounds from the final model and compare them with the charged settings."""
-    run, model, federation = experiment.run, experiment.model, experiment.federation
-    model.to(experiment.device)
-    if _trusts_server(experiment):
-        cohorts = [row["cohort"] for row in run_folder.read_rows(folder)]
-        # The other transforms run between the clients and the clipping, and may send tensors that cannot be scaled.
-        method = replace(run.method, transforms=run.method.transforms[:1])
-        short = replace(run, method=method, training=replace(run.training, steps=1))
-        engine = SimulationEngine(short, model, federation, device=experiment.device)
-        at_clients = check_client_noise(short, model, engine, server) if run.client_noise else []
-        in_clear = replace(short, secure_aggregation=None, client_noise=None)
-        return [*check_clients(in_clear, model, engine, server, cohorts), *at_clients]
-    return [
-        *check_examples(run, model, federation, server, experiment.pace.block),
-        *check_choice(run, model, federation, server),
-    ]
 
 
 def _on_result(experiment: Experiment, folder: Path, saved: checkpoint.Checkpoint) -> Findings:

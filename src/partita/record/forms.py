@@ -41,7 +41,6 @@ _ATTACK = record(
     {"false": list[float], "true": list[float]}, dict.fromkeys(("auc", "true_at_1%", "members", "outsiders"), Number)
 )
 _BOUND = record(dict.fromkeys(("right", "guesses", "canaries", "confidence", "epsilon"), float))
-_CHECK = record({"what": str, "passed": bool}, dict.fromkeys(("found", "charged"), Number))
 AUDIT = record(
     {},
     {
@@ -49,7 +48,6 @@ AUDIT = record(
         "bound": optional(_BOUND),
         "claim": optional(record({}, {"planned": Number})),
         "group": str,
-        "mechanism": optional(list_of(_CHECK)),
     },
 )
 PRIVACY = record(

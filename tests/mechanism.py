@@ -1,4 +1,4 @@
-"""Checks of example- and group-level privacy: replay a few private steps of the run's clients with the training code.
+"""Checks of example- and group-level privacy: replay a few private steps of a run with the training code.
 
 Every client round is prepared by `begin_round` and trained by `train_clients`. Two parts are replaced: the optimizer
 records gradients without changing parameters, and the reference replay has zero noise.
@@ -13,6 +13,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from evidence import (
+    Array,
+    Check,
+    chance_of_cosine,
+    check_counts,
+    check_deviation,
+    check_dispersion,
+    check_normality,
+)
 from numpy.typing import NDArray
 
 from partita.core.batch_schedule import BatchSchedule
@@ -24,15 +33,6 @@ from partita.core.rounds import make_job
 from partita.core.server_rule import Server
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
-from partita.privacy.evidence import (
-    Array,
-    Check,
-    chance_of_cosine,
-    check_counts,
-    check_deviation,
-    check_dispersion,
-    check_normality,
-)
 from partita.training.local_training import group_key, train_clients
 from partita.training.phase_trainer import PhaseTrainer
 from partita.training.phase_work import PhaseWork

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from evidence import Check
+from mechanism import Stream, check_noise, stream_of
+from mechanism_clients import ROUNDS
+
 from partita.core.model import Model
 from partita.core.rounds import Engine, make_job
 from partita.core.server_rule import Server
 from partita.core.settings import Run
 from partita.core.update import Update
-from partita.privacy.evidence import Check
-from partita.privacy.mechanism import Stream, check_noise, stream_of
-from partita.privacy.mechanism_clients import ROUNDS
 from partita.secure_aggregation.client_vector import client_vector
 from partita.secure_aggregation.eligibility import fixed_point_of
 from partita.secure_aggregation.fixed_point import NUMBERS, layout_of

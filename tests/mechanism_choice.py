@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from evidence import Array, Check, chance_of_cosine
+from mechanism import LARGE_FACTOR, altered
 from scipy.stats import ks_2samp
 
 from partita.core.client import ClientState, begin_round
@@ -21,8 +23,6 @@ from partita.core.model import Model, TokenChoice, layer_tags
 from partita.core.rounds import make_job
 from partita.core.server_rule import Server
 from partita.core.settings import Run
-from partita.privacy.evidence import Array, Check, chance_of_cosine
-from partita.privacy.mechanism import LARGE_FACTOR, altered
 
 CHOICES = 400  # number of noisy choices
 REFERENCE = 20_000  # number of simulated honest choices for comparison

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from evidence import Check, chance_of_either
+from mechanism import OVER, Stream, check_noise, stream_of
 from scipy.stats import hypergeom
 
 from partita.core import tensors
@@ -18,8 +20,6 @@ from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import Aggregate, Update
 from partita.privacy.client_level import ClippedUpdates, OverCohort
-from partita.privacy.evidence import Check, chance_of_either
-from partita.privacy.mechanism import OVER, Stream, check_noise, stream_of
 
 ROUNDS = 3  # rounds to replay
 SCALE_FACTOR = 10.0  # factor on clipped updates; a larger one could be refused as implausible before it is measured
