@@ -17,8 +17,7 @@ from partita.report import ReportError, RunRecord, load_run, page
 from partita.report.client_pages import clients_data
 from partita.report.confusion import MAX_CELLS, Matrix, confusion_data
 from partita.report.load import settings
-from partita.report.plan_picture import MAX_COLUMNS, plan_picture, status_of
-from partita.report.plan_stages import plans
+from partita.report.plan import MAX_COLUMNS, plan_picture, plans, status_of
 from partita.report.settings_compared import compared_data
 
 HOSTILE = "</script><script>alert(1)</script>"

@@ -12,7 +12,7 @@ from partita.core.settings import RunError
 from partita.experiment.config import parse
 from partita.experiment.runner import resume, start
 from partita.report import load_run, page
-from partita.report.layer_selection import alarms_raised, layers_by_round, overlap_between_rounds, shares
+from partita.report.layer_selection import alarms_raised, overlap_between_rounds, pictures, shares
 
 CONFIG: dict[str, Any] = {
     "rounds": 4,
@@ -63,7 +63,7 @@ def test_report_shows_the_layer_selection(finished_run: Path, tmp_path: Path) ->
     for done in range(1, 5):
         assert sum(by[done] for by in by_layer.values()) == pytest.approx(1)  # each client sends one layer
     assert all(text.endswith("%") for text in overlap_between_rounds([record]))
-    assert layers_by_round([record]) is not None
+    assert len(pictures([record])) == 1
     text = page([record], tmp_path / "page.html").read_text()
     assert "Choice of layers" in text
     assert 'id="layers"' in text

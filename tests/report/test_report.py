@@ -27,17 +27,12 @@ from partita import report
 from partita.record.metric import ACCURACY, Metric
 from partita.report import ReportError, RunRecord, compare, find, load_run, page, picture
 from partita.report.curves import curve_of
+from partita.report.draw import FIGURES
+from partita.report.draw import figures as paper_figures
 from partita.report.layer_selection import alarms_raised
-from partita.report.paper_figures import figures as paper_figures
-from partita.report.plan_stages import STATUSES, changes, plan_grid, plans, status
+from partita.report.load import metric_of
+from partita.report.plan import COLOR, changes, plans, status_of
 from partita.report.plot_style import styles
-from partita.report.plots import (
-    drift_by_role,
-    gain_by_client,
-    metric_by_bytes,
-    metric_by_round,
-    personal_by_client,
-)
 from partita.report.render import columns, score_columns
 from partita.report.tables import holm, worst_tenth
 from partita.report.templating import breakable
@@ -137,7 +132,7 @@ def test_runs_without_plan_and_environment_can_be_reported(tmp_path: Path) -> No
     assert line.final is not None
     assert (line.up, line.down, line.total_mb, line.seconds, line.personal) == (None,) * 5
     assert "fedavg" in page([record], tmp_path / "page.html").read_text()
-    assert metric_by_bytes([record]) is drift_by_role([record]) is plan_grid([record]) is None
+    assert draw("bytes", [record]) is draw("drift", [record]) is draw("plan", [record]) is None
 
 
 # The comparison
@@ -402,11 +397,10 @@ def test_gain_over_local_only_is_computed_per_client(tmp_path: Path) -> None:
     assert column_cells(comparison, "gain") == ("+8.0", "–")
     assert column_cells(comparison, "better off") == ("60%", "–")
     assert any("under alone, where it trains alone" in comment for comment in comparison.comments)
-    figure = gain_by_client([*shared, *alone])
+    figure = draw("gain", [*shared, *alone])
     assert figure is not None
-    assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == ["shared"]
-    dots = figure.axes[0].lines[0].get_xdata()
-    np.testing.assert_allclose(dots, [-10, 0, 10, 20, 20], atol=1e-9)
+    [(dots, *_)] = figure.axes[0].containers  # of "shared": each seed from low to high, averaged
+    np.testing.assert_allclose(np.asarray(dots.get_ydata(), float), [(-10 + 10) / 2, (0 + 20) / 2, 20], atol=1e-9)
 
 
 def test_gain_is_positive_when_a_lower_metric_improves(tmp_path: Path) -> None:
@@ -422,7 +416,7 @@ def test_gain_is_not_shown_without_a_local_only_run(records: list[RunRecord]) ->
     assert all(line.gain is None for line in comparison.lines)
     assert not any(column.heading == "gain" for column in columns(comparison))
     assert not any(comment.startswith("gain") for comment in comparison.comments)
-    assert gain_by_client(records) is None
+    assert draw("gain", records) is None
 
 
 def test_comparison_can_use_another_metric(tmp_path: Path) -> None:
@@ -469,15 +463,14 @@ def test_comparison_supports_metrics_where_lower_is_better(tmp_path: Path) -> No
     text = report.to_text(comparison) + page(runs, tmp_path / "page.html").read_text()
     assert "test perplexity" in text
     assert not re.search(r"percentage|perplexity, %|accuracy", text)
-    figure = metric_by_round(runs)
+    figure = draw("rounds", runs)
     assert figure is not None
     assert list(figure.axes[0].lines[0].get_ydata()) == pytest.approx([85.0, 43.75, 39.5, 40.0])
-    strips = personal_by_client(runs)
+    strips = draw("personal", runs)
     assert strips is not None
-    means = [line.get_xdata()[0] for line in strips.axes[0].lines if len(line.get_xdata()) == 2]
-    worst = [line.get_xdata()[0] for line in strips.axes[0].lines if len(line.get_xdata()) == 1]
-    assert means == pytest.approx([50.5, 41.5])
-    assert worst == pytest.approx([59.5, 50.5])
+    worst_first = [list(dots.get_ydata()) for dots, *_ in strips.axes[0].containers]
+    assert [np.mean(values) for values in worst_first] == pytest.approx([50.5, 41.5])
+    assert [values[0] for values in worst_first] == pytest.approx([60.0, 51.0])
     by_loss = compare(runs, metric="loss")
     assert not by_loss.higher_is_better
     assert column_cells(by_loss, "loss")[1].startswith("3.43")
@@ -486,7 +479,11 @@ def test_comparison_supports_metrics_where_lower_is_better(tmp_path: Path) -> No
 def test_runs_with_different_metrics_are_refused(tmp_path: Path) -> None:
     runs = [make_record(tmp_path, "old", 0, [0.5]), perplexities(tmp_path, "new", 0, [40.0])]
     assert runs[0].metric == ACCURACY  # the default, since its folder names no metric
-    for make in (compare, metric_by_round, lambda records: page(records, tmp_path / "page.html")):
+    for make in (
+        compare,
+        lambda records: draw("rounds", records),
+        lambda records: page(records, tmp_path / "page.html"),
+    ):
         with pytest.raises(ReportError, match="'old' by accuracy, 'new' by perplexity; report them separately"):
             make(runs)
 
@@ -542,6 +539,10 @@ def test_labels_with_markup_are_escaped_in_text_and_markdown(tmp_path: Path) -> 
 # Figures
 
 
+def draw(name: str, records: list[RunRecord], metric: str | None = None) -> Any:
+    return FIGURES[name](records, metric_of(records, metric))
+
+
 def test_curves_are_mean_and_sample_standard_deviation(records: list[RunRecord]) -> None:
     runs = [record for record in records if record.label == "fedprox"]
     values = 100 * np.array([[row["test"]["accuracy"] for row in run.rows] for run in runs])  # (seed, round)
@@ -554,13 +555,13 @@ def test_curves_are_mean_and_sample_standard_deviation(records: list[RunRecord])
 
 
 def test_plan_changes_are_marked_and_drift_of_frozen_roles_ends(records: list[RunRecord]) -> None:
-    figure = metric_by_round(records)
+    figure = draw("rounds", records)
     assert figure is not None
     verticals = [line for line in figure.axes[0].lines if list(line.get_xdata()) == [WARMUP + 0.5] * 2]
     assert [line.get_color() for line in verticals] == [styles(LABELS)["fedfrozen"].color]
     early = [RunRecord(**{**vars(record), "rows": record.rows[:WARMUP], "finished": False}) for record in records]
     assert changes(early) == []  # the plan lists stages that an unfinished run has not reached
-    drift = drift_by_role(records)
+    drift = draw("drift", records)
     assert drift is not None
     lengths = {panel.get_title(loc="left"): [len(line.get_xdata()) for line in panel.lines] for panel in drift.axes}
     assert lengths["query"] == lengths["key"] == [ROUNDS, ROUNDS, WARMUP]
@@ -571,29 +572,21 @@ def test_plan_changes_are_marked_and_drift_of_frozen_roles_ends(records: list[Ru
 @pytest.mark.slow
 def test_equal_plans_are_drawn_once(records: list[RunRecord]) -> None:
     assert [each.labels for each in plans(records)] == [["fedavg", "fedprox"], ["fedfrozen"]]
-    figure = plan_grid(records)
+    figure = draw("plan", records)
     assert figure is not None
-    panels = [panel for panel in figure.axes if panel.get_visible()]
-    assert [panel.get_title(loc="left") for panel in panels] == [
-        "fedavg, fedprox\nrounds 1 to 16", "fedfrozen\nrounds 1 to 6", "fedfrozen\nrounds 7 to 16",
-    ]  # fmt: skip
-    down_only = matplotlib.colors.to_rgba(STATUSES["comes down, does not train"])
-    assert [sum(patch.get_facecolor() == down_only for patch in panel.patches) for panel in panels] == [0, 0, 8]
+    panels = figure.axes
+    assert [panel.get_title(loc="left") for panel in panels] == ["fedavg, fedprox", "fedfrozen"]
+    assert [tick.get_text() for tick in panels[1].get_xticklabels()] == ["1–6", "7–16"]
+    [unchanged], [later] = panels[0].images, panels[1].images
+    assert unchanged.get_array().shape == (8, 1, 4)
+    down_only = matplotlib.colors.to_rgba(COLOR["comes"])
+    assert [int((image.get_array() == down_only).all(-1).sum()) for image in (unchanged, later)] == [0, 2]
 
 
-def test_plan_cell_is_divided_by_parameter_count(tmp_path: Path) -> None:
+def test_what_happens_to_a_parameter_is_told_apart(tmp_path: Path) -> None:
     record = load_run(write_run(tmp_path, "fedper", 0))
-    rows = [
-        {"name": name, "layer": "layer.0", "role": "query", "parameters": count, "trains": up, "up": up, "down": True}
-        for name, count, up in (("weight", 75, True), ("bias", 25, False))
-    ]
-    figure = plan_grid(
-        [RunRecord(**{**vars(record), "plan": ({"first": 0, "last": 0, "client": "c0", "rows": rows},)})]
-    )
-    assert figure is not None
-    assert [patch.get_width() for patch in figure.axes[0].patches] == pytest.approx([0.675, 0.225])
-    assert {status(row) for row in record.plan[0]["rows"] if row["role"] == "head"} == {"stays with the client"}
-    assert status({"trains": False, "up": False, "down": False, "keep": False}) == "untouched"
+    assert {status_of(row) for row in record.plan[0]["rows"] if row["role"] == "head"} == {"stays"}
+    assert status_of({"trains": False, "up": False, "down": False, "keep": False}) == "frozen"
 
 
 def test_as_many_styles_as_methods_in_a_large_study_are_distinct() -> None:
@@ -608,8 +601,8 @@ def test_legends_cover_no_data_and_styles_are_distinct(tmp_path: Path, count: in
     labels = [*labels, *(f"method {number}" for number in range(count))][:count]
     assert len({(style.color, str(style.dash)) for style in styles(labels).values()}) == count
     runs = [load_run(write_run(tmp_path, label, 0, rounds=8)) for label in labels]
-    for make in (metric_by_round, drift_by_role):
-        figure = make(runs)
+    for name in ("rounds", "drift"):
+        figure = draw(name, runs)
         assert figure is not None
         figure.draw_without_rendering()
         legend = figure.legends[0]
@@ -617,9 +610,9 @@ def test_legends_cover_no_data_and_styles_are_distinct(tmp_path: Path, count: in
         box = legend.get_window_extent()
         assert box.x1 <= figure.bbox.x1
         assert not any(box.overlaps(panel.get_window_extent()) for panel in figure.axes if panel.get_visible())
-    strips = personal_by_client(runs)
+    strips = draw("personal", runs)
     assert strips is not None
-    assert len(strips.axes[0].get_yticks()) == count
+    assert len(strips.axes[0].containers) == count
 
 
 @pytest.mark.slow
@@ -642,7 +635,7 @@ def test_figures_name_the_extra_when_matplotlib_is_missing(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ReportError, match=re.escape("pip install 'partita[report]'")):
-        metric_by_round(records)
+        draw("rounds", records)
 
 
 # The page
@@ -799,7 +792,7 @@ def test_all_recorded_scores_are_shown_in_every_format(tmp_path: Path) -> None:
         assert other.higher_is_better == (metric != "loss")
         text = page(runs, tmp_path / "page.html", metric=metric).read_text()
         assert f"<h3>{metric.capitalize()} by round</h3>" in text
-        figure = metric_by_round(runs, metric)
+        figure = draw("rounds", runs, metric)
         assert figure is not None
         assert figure.axes[0].get_ylabel().startswith(f"test {metric}")
 
@@ -850,16 +843,15 @@ def test_labels_whose_clients_choose_layers_have_their_own_panel(tmp_path: Path)
     runs = [load_run(write_run(tmp_path, "fedavg", 0, rounds=2))]
     runs += [load_run(write_run(tmp_path, "safl", seed, rounds=2, edit=choose)) for seed in range(2)]
     assert [(each.labels, bool(each.choosing)) for each in plans(runs)] == [(["fedavg"], False), (["safl"], True)]
-    figure = plan_grid(runs)
+    figure = draw("plan", runs)
     assert figure is not None
     panel = figure.axes[1]
-    assert panel.get_title(loc="left") == "safl\nrounds 1 to 2, as clients chose"
-    sent = matplotlib.colors.to_rgba(STATUSES["trains and goes up"])
-    widths: dict[int, set[float]] = {}
-    for patch in panel.patches:
-        if patch.get_facecolor() == sent:
-            widths.setdefault(round(patch.get_y() + 0.43), set()).add(round(patch.get_width() / 0.9, 3))
-    assert widths == {0: {1.0}, 1: {0.25}, 2: {0.75}}, "the head always, the embedding and two layers never"
+    assert panel.get_title(loc="left") == "safl"
+    sent = dict(zip((tick.get_text() for tick in panel.get_yticklabels()), panel.texts, strict=False))
+    assert {name: text.get_text() for name, text in sent.items() if name.startswith("layer.0")} == {
+        name: "25%" for name in sent if name.startswith("layer.0")
+    }
+    assert {text.get_text() for text in panel.texts} == {"7%", "25%", "75%", "0%"}, "outside: the head always"
     reader = parse_page(page(runs, tmp_path / "page.html").read_text())
     assert "share of their rounds: 0 (25%), 1 (75%), 2 (0%), 3 (0%)" in reader.text
     assert "at most " in reader.text

@@ -22,7 +22,8 @@ from partita.data.client_ids import NumberedClients
 from partita.data.partition import ClientSplit, Partition
 from partita.experiment.split_record import MAX_CLIENTS, describe_split
 from partita.report import RunRecord, load_run, page
-from partita.report.split_figure import split_grid, splits
+from partita.report.draw import split_figure
+from partita.report.split import splits
 
 
 def task_of(
@@ -96,14 +97,14 @@ def with_split(root: Path, label: str, clients: int, classes: int, seed: int = 0
 @pytest.mark.parametrize(("clients", "classes"), [(10, 10), (100, 10), (200, 100), (10, 0), (1, 3)])
 def test_split_is_drawn_for_few_and_many_clients(clients: int, classes: int, tmp_path: Path) -> None:
     record = with_split(tmp_path, "fedavg", clients, classes)
-    figure = split_grid([record])
+    figure = split_figure(splits([record]))
     assert figure is not None
     figure.draw_without_rendering()
     bars = figure.axes[0]
     assert [bar.get_height() for bar in bars.patches] == [10 + place for place in range(clients)]
     if classes:
         [image] = figure.axes[1].images
-        assert image.get_array().shape == (classes, clients)  # type: ignore[union-attr]
+        assert image.get_array().shape == (classes, clients, 4)  # type: ignore[union-attr]
     names = [tick.get_text() for tick in figure.axes[1 if classes else 0].get_xticklabels() if tick.get_text()]
     assert names == ([f"site-{place}" for place in range(clients)] if clients <= 40 else [])
     reader = parse_page(page([record], tmp_path / "page.html").read_text())
@@ -118,5 +119,5 @@ def test_labels_with_equal_splits_share_a_panel(tmp_path: Path) -> None:
     assert [each.labels for each in splits(records)] == [["fedavg", "fedprox"], ["centralized"]]
     assert [each.labels for each in splits([replace(records[0], split={}), records[1]])] == [["fedprox"]]
     old = load_run(write_run(tmp_path, "old", 0, rounds=2))
-    assert split_grid([old]) is None
+    assert split_figure(splits([old])) is None
     assert 'id="split"' not in page([old], tmp_path / "page.html").read_text()

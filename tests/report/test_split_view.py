@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy import stats
 
-from partita.report.skew import skew
-from partita.report.split_figure import Split
-from partita.report.split_view import NUMBERED, picture, to_json, to_text
+from partita.report.split import NUMBERED, Split, picture, skew, to_json, to_text
 from partita.report.templating import render
 
 

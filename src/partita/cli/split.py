@@ -31,21 +31,29 @@ def split(
 
     The data is read and split as for a run. No model is loaded, and nothing is trained.
     """
-    from partita.report import split_view
+    from partita.report import split as shown
 
     if out is not None:
-        split_view.check_file(out)
+        shown.check_file(out)
     from partita.experiment.split_record import split_of_config
 
     settings = look(config, changes, trust_code)
-    held = split_view.read_split(split_of_config(settings), settings.seed)
+    held = shown.read_split(split_of_config(settings), settings.seed)
     if as_json:
-        print(json.dumps(split_view.to_json(held), indent=1))
+        print(json.dumps(shown.to_json(held), indent=1))
     else:
-        print(split_view.to_text(held))
+        print(shown.to_text(held))
         if settings.privacy:
             print("These counts are exact. The privacy guarantee does not cover them, so a private run records none.")
     if out is not None:
         title = f"What clients hold: {settings.split['name']} split of {settings.data['name']}, seed {settings.seed}"
-        split_view.write_picture(held, out, title)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.suffix.lower() == ".png":
+            from partita.report.draw import split_figure
+
+            figure = split_figure([held])
+            assert figure is not None
+            figure.savefig(out, dpi=150)
+        else:
+            shown.write_picture(held, out, title)
         print(f"picture: {printable(out)}", file=sys.stderr if as_json else sys.stdout)

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from partita.record.metric import Metric, metric_named
-from partita.report import plan_stages, plots, privacy
-from partita.report.charts import MEGABYTES, ROUNDS, SECONDS, Axis, Line, View, chart
+from partita.report import plan, privacy
+from partita.report.charts import MEGABYTES, ROUNDS, SECONDS, Axis, Chart, Line, View, chart
 from partita.report.curves import Curve, curve_by_round
-from partita.report.elements import Chart
-from partita.report.load import Row, RunRecord, by_label, number, present
+from partita.report.load import Row, RunRecord, by_label, number, personal, present
 from partita.report.plot_style import ROLES
 from partita.report.tables import gains, local_baseline, mean, recorded_metrics, standard_deviation
 
+ClientValues = Mapping[int, Mapping[str, float]]  # seed -> client -> value
 LOW_RATE = 1e-3  # rates of attacks below this are drawn at it, because the axes are logarithmic
 
 
@@ -33,9 +33,9 @@ def curves_chart(records: Sequence[RunRecord], metric: Metric) -> Chart | None:
     spread = "the band is ± one sample standard deviation" if repeated else "there is one seed, so no spread"
     if repeated and any(run.stopped or not run.finished for run in records):
         spread += "; if a run is unfinished or stopped early, the mean is over the seeds that reached the round"
-    marked = any(plan_stages.changes(runs) for runs in groups.values())
+    marked = any(plan.changes(runs) for runs in groups.values())
     marks = (
-        f" Dashed vertical lines: changes of a label's plan (if there are at most {plan_stages.CHANGES_MARKED})."
+        f" Dashed vertical lines: changes of a label's plan (if there are at most {plan.CHANGES_MARKED})."
         if marked
         else ""
     )
@@ -74,7 +74,7 @@ def _view(
 ) -> View:
     curves = {label: curve_by_round(runs, value, scale) for label, runs in groups.items()}
     lines = [_line(label, curve) for label, curve in curves.items() if curve.rounds]
-    marks = [(first + 0.5, label) for label, runs in groups.items() for first in plan_stages.changes(runs)]
+    marks = [(first + 0.5, label) for label, runs in groups.items() for first in plan.changes(runs)]
     return View(name, title, lines, marks if lines else ())
 
 
@@ -102,6 +102,17 @@ def drift_chart(records: Sequence[RunRecord]) -> Chart | None:
     )
 
 
+def personal_values(records: Sequence[RunRecord], metric: Metric) -> dict[str, ClientValues]:
+    """Return the known values of the last personal evaluation, by label, seed and client."""
+    return {
+        label: {
+            run.seed: {client: value for client, value in personal(run, metric.name).items() if value is not None}
+            for run in runs
+        }
+        for label, runs in by_label(records).items()
+    }
+
+
 def clients_chart(records: Sequence[RunRecord], metric: Metric, order: Callable[[str], object]) -> Chart | None:
     """Return the chart of each client's score on its own test set and of its gain over local training.
 
@@ -111,7 +122,7 @@ def clients_chart(records: Sequence[RunRecord], metric: Metric, order: Callable[
         order: Sorts clients.
     """
     groups = by_label(records)
-    scores = plots.personal_values(records, metric)
+    scores = personal_values(records, metric)
     gained = gains(groups, metric)
     score, unit = f"personal {metric.title_with_unit}", "percentage points" if metric.fraction else metric.name
     gain = f"gain over {local_baseline(groups)}, {unit}"
@@ -145,7 +156,7 @@ def clients_chart(records: Sequence[RunRecord], metric: Metric, order: Callable[
 def _by_client(
     name: str,
     title: str,
-    values: Mapping[str, plots.ClientValues],
+    values: Mapping[str, ClientValues],
     scale: float,
     order: Callable[[str], object],
 ) -> View:
@@ -160,7 +171,7 @@ def _by_client(
     return View(name, title, [line for line in lines if any(value is not None for value in line.y)], names=clients)
 
 
-def _by_rank(name: str, title: str, values: Mapping[str, plots.ClientValues], scale: float, higher: bool) -> View:
+def _by_rank(name: str, title: str, values: Mapping[str, ClientValues], scale: float, higher: bool) -> View:
     lines = []
     for label, seeds in values.items():
         ranked = [sorted((scale * value for value in own.values()), reverse=not higher) for own in seeds.values()]

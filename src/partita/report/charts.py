@@ -1,4 +1,4 @@
-"""Charts as data: lines with their spread, and dots by client. The page's script, `assets/report.js`, draws them.
+"""Charts as data: lines with their spread, and dots by client. The page's script draws them, and `draw.py` for paper.
 
 A chart has views, of which the reader chooses one, such as one for each metric. A view has lines, each of a label. All
 views share the choice of the axis across: rounds, megabytes or seconds.
@@ -6,12 +6,12 @@ views share the choice of the axis across: rounds, megabytes or seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from partita.record.metric import short
-from partita.report.elements import Chart, Table
+from partita.report.elements import Table
 
 MAX_POINTS = 150_000  # of all lines of a chart; lines of long runs are thinned
 POINTS_KEPT = (60, 600)  # of one line, at least and at most
@@ -55,6 +55,21 @@ MEGABYTES = Axis("bytes", "MB sent up so far, all clients")
 SECONDS = Axis("seconds", "seconds of training so far")
 
 
+@dataclass(frozen=True)
+class Chart:
+    """A chart for the page's script and for paper, with a text and a table for readers without it."""
+
+    name: str  # id of the element
+    title: str  # heading
+    caption: str  # explanation below the chart
+    summary: str  # what the chart shows, for screen readers
+    table: Table | None  # the most important values
+    views: Sequence[View]  # those with lines
+    axes: Sequence[Axis]
+    points: bool  # dots instead of lines
+    content: Mapping[str, Any]  # values for the script; see assets/report.js
+
+
 def chart(
     name: str,
     title: str,
@@ -79,7 +94,8 @@ def chart(
     if not views:
         return None
     table = None if points else _table(views[0], title, axes[0])
-    return Chart(name, title, caption, _summary(views[0]), table, _content(views, labels, axes, points))
+    content = _content(views, labels, axes, points)
+    return Chart(name, title, caption, _summary(views[0]), table, views, axes, points, content)
 
 
 def _content(views: Sequence[View], labels: Sequence[str], axes: Sequence[Axis], points: bool) -> dict[str, Any]:

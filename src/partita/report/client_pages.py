@@ -10,7 +10,7 @@ from partita.record.metric import Metric
 from partita.report.charts import thinned
 from partita.report.load import Row, RunRecord, by_label, by_number, clients, number
 from partita.report.render import size
-from partita.report.split_figure import frequent, splits
+from partita.report.split import frequent, splits
 from partita.report.tables import mean
 
 MAX_CLIENTS = 2000

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -27,18 +26,6 @@ class Table:
     def starts_group(self, column: int) -> bool:
         """Return whether a column is the first of its group, and so has a rule at its left."""
         return bool(column and self.groups and self.groups[column] and self.groups[column] != self.groups[column - 1])
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A chart that the page's script draws, with a text and a table for readers without it."""
-
-    name: str  # id of the element
-    title: str  # heading
-    caption: str  # explanation below the chart
-    summary: str  # what the chart shows, for screen readers
-    table: Table | None  # the most important values
-    content: Mapping[str, Any] = field(default_factory=dict)  # values for the script; see assets/report.js
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations, groupby, pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from partita.record.metric import MISSING
+from partita.report.charts import thinned
 from partita.report.comments import ONE_CLASS
+from partita.report.elements import HeatMap
 from partita.report.load import Row, RunRecord, by_label
-from partita.report.plot_style import INK, new_figure, shorten, style_axes, whole_rounds
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from partita.report.tables import mean
 
 LAYER = "layer."
+ROUNDS_DRAWN = 120  # columns of a picture by round
 
 
 def has_selection(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
@@ -97,28 +96,27 @@ def _rounds(rows: Sequence[Row]) -> str:
     return f"round {first}" if first == last else f"rounds {first} to {last}"
 
 
-def layers_by_round(records: Sequence[RunRecord]) -> Figure | None:
-    """Draw a heat map per label: the darker, the more clients sent the layer in that round."""
-    by_layer = {label: shares(runs) for label, runs in has_selection(records).items()}
-    by_layer = {label: by for label, by in by_layer.items() if by}
-    if not by_layer:
-        return None
-    figure = new_figure(9.2, 0.9 + sum(0.7 + 0.16 * len(by) for by in by_layer.values()))
-    panels = figure.subplots(len(by_layer), 1, squeeze=False, sharex=True).flat
-    for panel, (label, by) in zip(panels, by_layer.items(), strict=True):
-        layers, rounds = list(by), sorted({done for by_round in by.values() for done in by_round})
-        grid = [[by[layer].get(done, float("nan")) for done in rounds] for layer in layers]
-        edges = (rounds[0] - 0.5, rounds[-1] + 0.5, layers[0] - 0.5, layers[-1] + 0.5)
-        image = panel.imshow(
-            grid, aspect="auto", origin="lower", extent=edges, vmin=0, vmax=1, cmap="Blues", interpolation="none"
+def pictures(records: Sequence[RunRecord]) -> list[HeatMap]:
+    """Return a picture for each label: which fraction of the clients sent each layer in each round."""
+    found = []
+    for place, (label, runs) in enumerate(has_selection(records).items()):
+        by_layer = shares(runs)
+        rounds = sorted({done for by_round in by_layer.values() for done in by_round})
+        rounds = [rounds[at] for at in thinned(len(rounds), ROUNDS_DRAWN)]
+        layers = sorted(by_layer, reverse=True)
+        often = [f"layer {layer} {mean(list(by_layer[layer].values())) or 0:.0%}" for layer in sorted(by_layer)]
+        found.append(
+            HeatMap(
+                "layers" if place == 0 else f"layers-{place + 1}",
+                f"Layers that clients of {label} sent.",
+                "Fraction of the round's clients, over all seeds, that chose a layer.",
+                f"Over all rounds: {', '.join(often)}.",
+                [f"layer {layer}" for layer in layers],
+                [f"round {done}" for done in rounds],
+                [[by_layer[layer].get(done) for done in rounds] for layer in layers],
+            )
         )
-        style_axes(panel, "rounds completed" if label == list(by_layer)[-1] else "", "layer")
-        panel.grid(False)
-        panel.set_title(shorten(label, 60), loc="left", fontsize=9, fontweight="bold", color=INK)
-        whole_rounds(panel)
-        panel.set_yticks([layers[0], layers[-1]])
-        figure.colorbar(image, ax=panel, ticks=[0, 1], format="{x:.0%}").ax.tick_params(colors=INK, labelsize=8.5)
-    return figure
+    return found
 
 
 def _choices(run: RunRecord) -> list[Row]:

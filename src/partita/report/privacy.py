@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from partita.record.metric import MISSING, short
 from partita.report.load import RunRecord, by_label, number
-from partita.report.plot_style import (
-    GRID,
-    INK,
-    MUTED,
-    legend,
-    legend_height,
-    new_figure,
-    shorten,
-    style_axes,
-    styles,
-    whole_rounds,
-)
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def spent(record: RunRecord) -> list[tuple[int, float]]:
@@ -93,50 +78,6 @@ def bounds(records: Sequence[RunRecord]) -> list[str]:
 def not_covered(records: Sequence[RunRecord]) -> list[str]:
     """Return what the guarantees do not cover, as recorded by the runs, without duplicates."""
     return list(dict.fromkeys(text for record in records for text in record.privacy.get("not_covered", ())))
-
-
-def epsilon_by_round(records: Sequence[RunRecord]) -> Figure | None:
-    """Draw epsilon by round, one line per seed."""
-    lines = {label: [spent(run) for run in runs if spent(run)] for label, runs in by_label(records).items()}
-    shown = [label for label, runs in lines.items() if runs]
-    if not shown:
-        return None
-    figure = new_figure(9.2, 3.0 + legend_height(shown))
-    axes, label_styles = figure.add_subplot(), styles(by_label(records))
-    for label in shown:
-        for points in lines[label]:
-            rounds, values = zip(*points, strict=True)
-            mark = "o" if len(rounds) < 3 else None
-            style = {"color": label_styles[label].color, "linestyle": label_styles[label].dash}
-            axes.plot(rounds, values, marker=mark, markersize=4, linewidth=1.8, **style)
-    axes.set_ylim(bottom=0)
-    style_axes(axes, "rounds completed", "epsilon spent")
-    whole_rounds(axes)
-    legend(figure, list(by_label(records)))
-    return figure
-
-
-def attack_curves(records: Sequence[RunRecord]) -> Figure | None:
-    """Draw ROC curves, a panel per attack. Both axes are logarithmic, because low false positive rates matter."""
-    names = list(dict.fromkeys(name for record in records for name in record.audit.get("attacks") or {}))
-    if not names:
-        return None
-    labels = list(by_label(records))
-    label_styles = styles(labels)
-    figure = new_figure(9.2, 3.2 + legend_height(labels))
-    for panel, name in zip(figure.subplots(1, len(names), sharey=True, squeeze=False).flat, names, strict=True):
-        panel.plot([1e-3, 1], [1e-3, 1], color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
-        for record in records:
-            if attack := (record.audit.get("attacks") or {}).get(name):
-                style = {"color": label_styles[record.label].color, "linestyle": label_styles[record.label].dash}
-                panel.plot(attack["false"], attack["true"], drawstyle="steps-post", linewidth=1.6, **style)
-        panel.set(xscale="log", yscale="log", xlim=(1e-3, 1), ylim=(1e-3, 1))
-        first = panel.get_subplotspec().is_first_col()
-        style_axes(panel, "false alarms", "members found" if first else "")
-        panel.grid(axis="x", color=GRID, linewidth=0.8)
-        panel.set_title(shorten(name, 28), loc="left", fontsize=9, fontweight="bold", color=INK)
-    legend(figure, labels)
-    return figure
 
 
 def _number(table: Mapping[str, Any], key: str) -> str:

@@ -6,18 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from partita.record.metric import Metric
-from partita.report import (
-    chart_data,
-    layer_selection,
-    plan_picture,
-    plan_stages,
-    plots,
-    privacy,
-    split_figure,
-    split_view,
-)
-from partita.report.charts import thinned
-from partita.report.elements import HeatMap, Table
+from partita.report import chart_data, layer_selection, plan, privacy, split
+from partita.report.elements import Table
 from partita.report.load import RunRecord, by_label, by_number
 from partita.report.render import size, with_spread
 from partita.report.tables import mean, standard_deviation
@@ -26,7 +16,6 @@ Data = Mapping[str, Any]  # values for the template of a section
 CLIENTS_OPEN = 12  # a table of more clients is collapsed
 CLIENTS_LISTED = 500
 LAYERS_LISTED = 32
-ROUNDS_DRAWN = 120  # columns of a picture by round
 SAMPLE_LENGTH = 1000  # characters of a sample text that are shown
 
 
@@ -43,7 +32,9 @@ def figures_data(records: Sequence[RunRecord], metric: Metric) -> Data | None:
 
 def _clients_table(records: Sequence[RunRecord], metric: Metric) -> Data:
     """Return the table of each client's own scores. A long one is collapsed."""
-    values = {label: seeds for label, seeds in plots.personal_values(records, metric).items() if any(seeds.values())}
+    values = {
+        label: seeds for label, seeds in chart_data.personal_values(records, metric).items() if any(seeds.values())
+    }
     clients = sorted({client for seeds in values.values() for own in seeds.values() for client in own}, key=by_number)
     body = []
     for client in clients[:CLIENTS_LISTED]:
@@ -82,33 +73,27 @@ def _shortened(text: str) -> str:
 
 def split_data(records: Sequence[RunRecord]) -> Data | None:
     """Return what clients hold, and which runs withheld it."""
-    shown = split_figure.splits(records)
+    shown = split.splits(records)
     private = [label for label, runs in by_label(records).items() if runs[0].privacy]
     if not shown and not private:
         return None
-    tables = [
-        Table(
-            f"Clients' examples: {split.title(len(shown) == 1)}",
-            ("client", "train", "validation", "test", *(["labels in train"] if split.classes else [])),
-            split_figure.split_rows(split),
-        )
-        for split in shown[: split_figure.PANELS]
-    ]
+    titled = [(each, each.title(len(shown) == 1)) for each in shown[: split.PANELS]]
     withheld = [
         f"{label}: a private run does not record its clients' numbers of examples and labels." for label in private
     ]
-    pictures = [
-        {**split_view.picture(split), "title": split.title(len(shown) == 1)} for split in shown[: split_figure.PANELS]
-    ]
-    return {"pictures": pictures, "tables": tables, "notes": [*_listed(shown), *withheld]}
+    return {
+        "pictures": [{**split.picture(each), "title": title} for each, title in titled],
+        "tables": [split.client_table(each, f"Clients' examples: {title}") for each, title in titled],
+        "notes": [*_listed(shown), *withheld],
+    }
 
 
-def _listed(shown: Sequence[split_figure.Split]) -> list[str]:
+def _listed(shown: Sequence[split.Split]) -> list[str]:
     """Say for which splits only some clients are listed."""
     return [
-        f"{split.title(len(shown) == 1)}: the first {len(split.clients)} of {split.population} clients."
-        for split in shown
-        if split.population > len(split.clients)
+        f"{each.title(len(shown) == 1)}: the first {len(each.clients)} of {each.population} clients."
+        for each in shown
+        if each.population > len(each.clients)
     ]
 
 
@@ -119,25 +104,10 @@ def layers_data(records: Sequence[RunRecord]) -> Data | None:
         return None
     overlaps = [(label, *layer_selection.overlap_between_rounds(runs)) for label, runs in selections.items()]
     headings = ("label", "overlap with the previous choice", "overlap of two clients")
-    pictures = [_layers_picture(place, label, runs) for place, (label, runs) in enumerate(selections.items())]
-    return {"pictures": pictures, "table": Table("Overlap of choices", headings, overlaps, labels=True)}
-
-
-def _layers_picture(place: int, label: str, runs: Sequence[RunRecord]) -> HeatMap:
-    by_layer = layer_selection.shares(runs)
-    rounds = sorted({done for by_round in by_layer.values() for done in by_round})
-    rounds = [rounds[place] for place in thinned(len(rounds), ROUNDS_DRAWN)]
-    layers = sorted(by_layer, reverse=True)
-    often = [f"layer {layer} {mean(list(by_layer[layer].values())) or 0:.0%}" for layer in sorted(by_layer)]
-    return HeatMap(
-        "layers" if place == 0 else f"layers-{place + 1}",
-        f"Layers that clients of {label} sent.",
-        "Fraction of the round's clients, over all seeds, that chose a layer.",
-        f"Over all rounds: {', '.join(often)}.",
-        [f"layer {layer}" for layer in layers],
-        [f"round {done}" for done in rounds],
-        [[by_layer[layer].get(done) for done in rounds] for layer in layers],
-    )
+    return {
+        "pictures": layer_selection.pictures(records),
+        "table": Table("Overlap of choices", headings, overlaps, labels=True),
+    }
 
 
 def alarms_data(records: Sequence[RunRecord]) -> Data | None:
@@ -186,47 +156,47 @@ def _places(cases: Sequence[tuple[int, int, str]]) -> str:
 
 def plan_data(records: Sequence[RunRecord]) -> Data | None:
     """Return the plan by stage."""
-    plans = plan_stages.plans(records)
+    plans = plan.plans(records)
     if not plans:
         return None
     body = [
         (
-            ", ".join(plan.labels),
-            plan_stages.rounds_of(stage),
+            ", ".join(each.labels),
+            plan.rounds_of(stage),
             *(
-                _amount(stage, what, plan.choosing and what in ("trains", "up"))
+                _amount(stage, what, each.choosing and what in ("trains", "up"))
                 for what in ("trains", "up", "down", "keep")
             ),
         )
-        for plan in plans
-        for stage in plan.stages
+        for each in plans
+        for stage in each.stages
     ]
     headings = ("label", "stage", "trains", "goes up", "comes down", "stays")
-    asked = dict.fromkeys(str(stage["client"]) for plan in plans for stage in plan.stages if stage.get("client"))
+    asked = dict.fromkeys(str(stage["client"]) for each in plans for stage in each.stages if stage.get("client"))
     comments = [
         f"A stage is a series of rounds with the same plan, here for client {', '.join(asked) or 'of the first seed'}. "
         'Numbers are parameters. "Comes down" is what a client needs; it is sent only what it lacks.'
     ]
-    for plan in plans:
-        if plan.choosing:
-            comments.append(f"{plan.labels[0]}: clients choose layers out of this plan. {_sent_layers(plan)}")
+    for each in plans:
+        if each.choosing:
+            comments.append(f"{each.labels[0]}: clients choose layers out of this plan. {_sent_layers(each)}")
     for label, runs in by_label(records).items():
         shown = runs[0].plan
         if shown and any(_first_rounds(run.plan) != _first_rounds(shown) for run in runs):
             comments.append(f"{label}: stages differ between seeds; those of seed {runs[0].seed} are shown.")
     table = Table("The plan by stage", headings, body, kind="text narrow")
-    pictures = [plan_picture.plan_picture(plan) for plan in plans]
+    pictures = [plan.plan_picture(each) for each in plans]
     return {"pictures": pictures, "table": table, "notes": comments}
 
 
-def _sent_layers(plan: plan_stages.PlanStages) -> str:
+def _sent_layers(stages: plan.PlanStages) -> str:
     """Say how often each layer was sent over the whole run."""
-    whole = {"first": plan.stages[0]["first"], "last": plan.stages[-1]["last"]}
+    whole = {"first": stages.stages[0]["first"], "last": stages.stages[-1]["last"]}
     layers = sorted(
-        {row["layer"] for stage in plan.stages for row in stage["rows"] if row.get("layer") and row.get("up")},
+        {row["layer"] for stage in stages.stages for row in stage["rows"] if row.get("layer") and row.get("up")},
         key=by_number,
     )
-    share = plan.shares_sent(whole)
+    share = stages.shares_sent(whole)
     told = [f"{layer.removeprefix('layer.')} ({share({'layer': layer}):.0%})" for layer in layers[:LAYERS_LISTED]]
     more = f" and {len(layers) - LAYERS_LISTED} more layers" if len(layers) > LAYERS_LISTED else ""
     return f"Clients sent each layer in this share of their rounds: {', '.join(told)}{more}." if told else ""

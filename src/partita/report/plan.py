@@ -1,13 +1,18 @@
-"""The plan as a picture: groups of parameters by round, with a color and a sign for what happens to them."""
+"""The plan of each label by stage, and as a picture: groups of parameters by round, with what happens to them."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from partita.report.plan_stages import Parameter, PlanStages, layer_order
+from partita.report.layer_selection import chooses_layers, shares_sent
+from partita.report.load import RunRecord, by_label
+from partita.report.plot_style import UNUSED_COLOR
 
+CHANGES_MARKED = 6
 # Name of the CSS class -> sign and meaning. Signs, because not everyone sees colors.
 STATUSES = {
     "travels": ("⇅", "trains and travels"),
@@ -18,9 +23,69 @@ STATUSES = {
     "frozen": ("·", "frozen, not sent"),
     "mixed": ("◐", "some parameters like this, some like that"),
 }
+COLOR = {  # of a status on paper; a page has its own in `page.css`
+    "travels": "#0072b2",
+    "stays": "#e69f00",
+    "alone": "#cc79a7",
+    "comes": "#a6cfe9",
+    "kept": "#f6dca8",
+    "frozen": UNUSED_COLOR,
+    "mixed": "#b9a6c9",
+}
 OUTSIDE = "outside the layers"
 MAX_ROWS = 80
 MAX_COLUMNS = 60
+
+Parameter = Mapping[str, Any]  # a row of the plan
+
+
+@dataclass(frozen=True)
+class PlanStages:
+    """Labels that share a plan, and its stages."""
+
+    labels: list[str]  # the labels that share the plan
+    stages: Sequence[Mapping[str, Any]]
+    choosing: Sequence[RunRecord] = ()  # the label's runs, if its clients chose layers out of the plan
+
+    def shares_sent(self, stage: Mapping[str, Any]) -> Callable[[Parameter], float]:
+        """Return a function that says how often a parameter that may go up was sent in a stage."""
+        if not self.choosing:
+            return lambda row: 1.0
+        shares = shares_sent(self.choosing, stage["first"], stage["last"])
+        return lambda row: shares.get(row.get("layer") or row.get("name") or "", 0.0)
+
+
+def plans(records: Sequence[RunRecord]) -> list[PlanStages]:
+    """Return the plans of each label's first seed.
+
+    Labels with equal plans are grouped, except those whose clients choose layers: what they send is their own.
+    """
+    grouped: dict[str, PlanStages] = {}
+    for label, runs in by_label(records).items():
+        if runs[0].plan:
+            choosing = runs if chooses_layers(runs) else ()
+            alone = label if choosing else None
+            key = json.dumps([alone, *({**stage, "client": None} for stage in runs[0].plan)], sort_keys=True)
+            grouped.setdefault(key, PlanStages([], runs[0].plan, choosing)).labels.append(label)
+    return list(grouped.values())
+
+
+def changes(runs: Sequence[RunRecord]) -> list[int]:
+    """Return the first round of each later stage that any seed reached. Empty if there are too many to mark."""
+    starts = {stage["first"] for run in runs for stage in run.plan[1:] if stage["first"] <= run.rows[-1]["round"]}
+    return sorted(starts) if len(starts) <= CHANGES_MARKED else []
+
+
+def rounds_of(stage: Mapping[str, Any]) -> str:
+    """Format the rounds of a stage."""
+    first, last = stage["first"] + 1, stage["last"] + 1
+    return f"round {first}" if first == last else f"rounds {first} to {last}"
+
+
+def layer_order(layer: str | None) -> tuple[bool, int, str]:
+    """Sort parameters outside the layers first, then layers by number."""
+    digits = re.findall(r"\d{1,9}", layer or "")
+    return layer is not None, int(digits[-1]) if digits else -1, layer or ""
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,26 @@
-"""What clients hold: as a picture for pages and files, and as a table for the terminal."""
+"""What clients hold: numbers of examples and of labels and how uneven they are, as a picture, a table and JSON."""
 
 from __future__ import annotations
 
+import json
+import math
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from partita.record import forms
-from partita.report.load import ReportError
-from partita.report.skew import ClientSkew, Skew, skew
-from partita.report.split_figure import NAMED, Split, split_grid_of, split_rows
+from partita.report.elements import Table
+from partita.report.load import ReportError, RunRecord, by_label
 from partita.storage.png import data_uri, encode_png
 from partita.storage.safe_text import printable
 
+MAX_CLIENTS = 1000  # clients that are drawn
+MAX_CLASSES = 100  # classes that are drawn
+NAMED = 40  # axes with more clients or classes than this show no names
+PANELS = 4
+LABELS_LISTED = 12  # label counts of a client in the table
 LEFT, ACROSS, TOP, BARS = 150, 800, 14, 90  # margins, width of the picture and height of its bars, in its units
 NUMBERED = 24  # cells show their counts up to this many clients and classes
 COLOR = (0, 114, 178)  # blue of the Okabe–Ito palette
@@ -22,6 +29,55 @@ NAME_LENGTH = 20
 CLASSES_SHOWN = 4  # most frequent classes of a client in the terminal
 BAR_WIDTH = 14
 FORMATS = (".html", ".png", ".svg")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Labels with the same split, and what its clients hold."""
+
+    labels: list[str]
+    seed: int
+    population: int
+    classes: Sequence[str]
+    clients: Sequence[Mapping[str, Any]]  # at most MAX_CLIENTS
+
+    def title(self, only: bool) -> str:
+        """Name the runs with this split. If it is the only one, its labels need no names."""
+        return f"seed {self.seed}" if only else f"{', '.join(self.labels)}, seed {self.seed}"
+
+
+def splits(records: Sequence[RunRecord]) -> list[Split]:
+    """Return the splits of each label's first seed that recorded one. Labels with equal splits are grouped."""
+    grouped: dict[str, Split] = {}
+    for label, runs in by_label(records).items():
+        run = next((run for run in runs if run.split.get("clients")), None)
+        if run is not None:
+            found = Split(
+                [], run.seed, run.split["population"], run.split.get("classes", ()), run.split["clients"][:MAX_CLIENTS]
+            )
+            grouped.setdefault(json.dumps(run.split), found).labels.append(label)
+    return list(grouped.values())
+
+
+def client_table(split: Split, caption: str) -> Table:
+    """Return a table with a row for each client: name, sizes and its most frequent labels."""
+    headings = ("client", "train", "validation", "test", *(["labels in train"] if split.classes else []))
+    rows = [
+        (
+            client["name"],
+            *(f"{client[part]:,}".replace(",", " ") for part in ("train", "validation", "test")),
+            *([frequent(client["labels"], split.classes)] if split.classes else []),
+        )
+        for client in split.clients
+    ]
+    return Table(caption, headings, rows)
+
+
+def frequent(counts: Sequence[int], classes: Sequence[str]) -> str:
+    """List the most frequent classes with their counts."""
+    order = sorted((place for place, count in enumerate(counts) if count), key=lambda place: -counts[place])
+    named = [f"{classes[place]} ({counts[place]})" for place in order[:LABELS_LISTED]]
+    return ", ".join([*named, f"and {len(order) - LABELS_LISTED} more"] if len(order) > LABELS_LISTED else named)
 
 
 def picture(split: Split) -> Mapping[str, Any]:
@@ -193,17 +249,85 @@ def check_file(out: Path) -> None:
 
 
 def write_picture(split: Split, out: Path, title: str) -> None:
-    """Write the picture as an SVG or PNG image, or as an HTML page with the table of clients."""
-    from partita.report.elements import Table
+    """Write the picture as an SVG image, or as an HTML page with the table of clients."""
     from partita.report.templating import render
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix.lower() == ".png":
-        split_grid_of([split], only=True).savefig(out, dpi=150)
-    elif out.suffix.lower() == ".svg":
-        out.write_text(render("split_svg", picture=picture(split), title=title, standalone=True), encoding="utf-8")
+    if out.suffix.lower() == ".svg":
+        text = render("split_svg", picture=picture(split), title=title, standalone=True)
     else:
-        headings = ("client", "train", "validation", "test", *(["labels in train"] if split.classes else []))
-        table = Table("Clients' examples", headings, split_rows(split))
+        table = client_table(split, "Clients' examples")
         text = render("split_page", title=title, picture=picture(split), table=table, styles={}, standalone=False)
-        out.write_text(text, encoding="utf-8")
+    out.write_text(text, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class ClientSkew:
+    """What one client holds, compared with all clients together. None: the task has no classes, or it has no labels."""
+
+    name: str
+    train: int
+    classes: int | None  # classes of which it has an example
+    entropy: float | None  # of its classes, in bits
+    distance: float | None  # total variation distance of its classes from those of all clients, 0 to 1
+
+
+@dataclass(frozen=True)
+class Skew:
+    """The skew of a split, over the clients that are listed."""
+
+    clients: Sequence[ClientSkew]
+    smallest: int  # training examples
+    median: float
+    largest: int
+    entropy: float | None  # of the classes of all clients together, in bits
+    mean_entropy: float | None  # of single clients, weighted by their examples
+    mean_distance: float | None  # total variation distance from the pool, weighted by their examples
+
+
+def skew(split: Split) -> Skew:
+    """Return the skew of a split."""
+    pool = [sum(counts) for counts in zip(*(client["labels"] for client in split.clients), strict=True)] if (
+        split.classes
+    ) else []  # fmt: skip
+    clients = [
+        ClientSkew(
+            client["name"],
+            client["train"],
+            sum(count > 0 for count in labels) if split.classes else None,
+            _entropy(labels),
+            _distance(labels, pool),
+        )
+        for client in split.clients
+        for labels in [client.get("labels", ())]
+    ]
+    sizes = [client.train for client in clients]
+    return Skew(
+        clients,
+        min(sizes),
+        statistics.median(sizes),
+        max(sizes),
+        _entropy(pool),
+        _weighted([(client.entropy, client.train) for client in clients]),
+        _weighted([(client.distance, client.train) for client in clients]),
+    )
+
+
+def _entropy(counts: Sequence[int]) -> float | None:
+    total = sum(counts)
+    if not total:
+        return None
+    return abs(sum(count / total * math.log2(count / total) for count in counts if count))
+
+
+def _distance(counts: Sequence[int], pool: Sequence[int]) -> float | None:
+    """Return half the sum of the differences of two distributions: the share of examples that would have to change."""
+    own, whole = sum(counts), sum(pool)
+    if not own:
+        return None
+    return sum(abs(count / own - both / whole) for count, both in zip(counts, pool, strict=True)) / 2
+
+
+def _weighted(values: Sequence[tuple[float | None, int]]) -> float | None:
+    known = [(value, weight) for value, weight in values if value is not None]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else None
