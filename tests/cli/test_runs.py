@@ -394,7 +394,6 @@ def test_run_prints_only_json_on_request(run_partita: Shell, config: Path, tmp_p
         ("partita comp", ["compare"]),
         ("partita methods fedpr", ["fedprox"]),
         ("partita compare --methods fedavg,fedpr", ["fedavg,fedprox"]),
-        ("partita track --to ten", ["tensorboard"]),
     ],
 )
 def test_shell_completes_commands_and_names(line: str, found: list[str]) -> None:

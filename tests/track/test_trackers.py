@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shell import Shell
 from track_fixtures import Recorded, read_mlflow, read_tensorboard, read_trackio, read_wandb
 
 from partita.experiment import run_folder
@@ -198,15 +197,6 @@ def test_nothing_of_this_machine_is_sent(tracked: Tracked, offline: Path) -> Non
     assert not list(Path(offline).glob(".config/mlflow"))
 
 
-@pytest.mark.slow
-def test_finished_run_is_sent_again_without_doubles(tracked: Tracked, run_partita: Shell) -> None:
-    code, out, err = run_partita("track", tracked.folder, "--to", "tensorboard", "--to", "trackio")
-    assert (code, err) == (0, "")
-    assert f"sent {ROUNDS} rounds" in out
-    assert read_tensorboard(tracked.at("tensorboard"))[0] == in_float32(expected(tracked))
-    assert read_trackio()[0] == expected(tracked)
-
-
 def test_failed_tracker_gets_the_missed_rows_later(recorded: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
 
@@ -226,11 +216,10 @@ def test_failed_tracker_gets_the_missed_rows_later(recorded: Tracked, monkeypatc
     monkeypatch.setattr("partita.experiment.tracking.find_function", lambda *_: lambda run: Fails())
     config = tomllib.loads((recorded.folder / "config.toml").read_text())
     sender = RowSender("tensorboard", config, recorded.folder, recorded.rows)
-    with pytest.warns(UserWarning, match=r"the tracker 'tensorboard' failed: OSError: no network; .* partita track"):
+    with pytest.warns(UserWarning, match=r"the tracker 'tensorboard' failed: OSError: no network; rows that it misses"):
         sender.send(ROUNDS)
     with pytest.warns(UserWarning, match="no network at the end"):
         sender.close()
-    assert sender.failure == "the tracker 'tensorboard' failed: OSError: no network at the end"
     assert sent == [1, 2, -3, 3, 4]
 
 
@@ -240,17 +229,6 @@ def test_two_starts_have_one_id_and_other_runs_another(tracked: Tracked) -> None
     _, run, _ = read_mlflow(f"sqlite:///{tracked.at('mlflow') / 'mlflow.db'}")
     assert run.data.tags["partita.run"] == header["id"]
     assert read_trackio()[1].name.endswith(header["id"][:8])
-
-
-@pytest.mark.slow
-def test_failure_ends_the_command(tracked: Tracked, run_partita: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://")
-    code, out, err = run_partita("track", tracked.folder, "--to", "mlflow")
-    assert (code, out) == (1, "")
-    assert f"error: {tracked.folder} was not sent: the tracker 'mlflow' failed: " in err
-    assert err.count("\n") == 1
-    code, _, err = run_partita("track", tracked.folder, "--to", "mlfow")
-    assert (code, err) == (1, "error: --to is 'mlfow'; did you mean 'mlflow'?\n")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What the shell completes: names of methods and trackers. It completes files itself."""
+"""What the shell completes: names of methods. It completes files itself."""
 
 from __future__ import annotations
 
@@ -14,10 +14,3 @@ def complete_methods(incomplete: str) -> list[str]:
     """Complete the last of several methods: "fedavg,fedp" to "fedavg,fedprox" and others."""
     done, comma, last = incomplete.rpartition(",")
     return [f"{done}{comma}{name}" for name in complete_method(last)]
-
-
-def complete_tracker(incomplete: str) -> list[str]:
-    """Return the trackers whose names begin like this."""
-    from partita.track import TRACKERS
-
-    return [name for name in TRACKERS if name.startswith(incomplete)]

@@ -25,7 +25,6 @@ from partita.cli import model as model_command
 from partita.cli import predict as predict_command
 from partita.cli import site as site_command
 from partita.cli import split as split_command
-from partita.cli import track as track_command
 from partita.cli import tune as tune_command
 from partita.cli import watch as watch_command
 from partita.cli.compare import print_comparison
@@ -76,7 +75,6 @@ predict_command.register(app)
 watch_command.register(app)
 split_command.register(app)
 tune_command.register(app)
-track_command.register(app)
 
 
 def _print_version(asked: bool) -> None:

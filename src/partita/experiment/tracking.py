@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shlex
 import sys
 import time
 import warnings
@@ -77,7 +76,6 @@ class RowSender:
         self.totals, self.waiting = Totals(), deque[tuple[int, dict[str, float], dict[str, Table]]]()
         self.tracker: Tracker | None = None
         self.pause_until = 0.0
-        self.failure: str | None = None  # what failed last
         for row in rows:
             self._add(row)
 
@@ -124,11 +122,8 @@ class RowSender:
             self.waiting.popleft()
 
     def _warn(self, error: Exception) -> None:
-        self.failure = f"the tracker '{self.name}' failed: {type(error).__name__}: {str(error).partition(NEW_LINE)[0]}"
-        later = f"partita track {shlex.quote(str(self.folder))} --to {self.name}"
-        warnings.warn(
-            f"{self.failure}; rows that it misses are sent with the next ones, or later by: {later}", stacklevel=3
-        )
+        failure = f"the tracker '{self.name}' failed: {type(error).__name__}: {str(error).partition(NEW_LINE)[0]}"
+        warnings.warn(f"{failure}; rows that it misses are sent with the next ones", stacklevel=3)
 
 
 @contextmanager
