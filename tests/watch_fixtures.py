@@ -53,8 +53,8 @@ def send(server: WatchServer, data: bytes) -> tuple[int, dict[str, str], bytes]:
     return int(first.split()[1]), dict(line.split(": ", 1) for line in lines), content
 
 
-def state_of(server: WatchServer, since: int = 0) -> dict[str, Any]:
-    status, _, content = ask(server, f"state?since={since}")
+def state_of(server: WatchServer) -> dict[str, Any]:
+    status, _, content = ask(server, "state")
     assert status == 200
     found: dict[str, Any] = json.loads(content)
     return found

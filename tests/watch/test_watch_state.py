@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,26 @@ from helpers import small_config
 from report_fixtures import write_run
 
 from partita.experiment.runner import start
+from partita.report.load import RunRecord, load_run, load_runs
+from partita.report.page import document
+from partita.storage import atomic_files
 from partita.storage.processes import this_process
-from partita.watch import state, watched_run
+from partita.watch import state
 from partita.watch.state import Watcher
 
 
 class Looker(Watcher):
     """A watcher that looks and searches whenever it is asked."""
 
-    def ask(self, since: int = 0) -> dict[str, Any]:
+    def ask(self) -> list[dict[str, Any]]:
         self.looked = self.searched = -1e9
         self.look()
-        return self.state(since)
+        runs: list[dict[str, Any]] = self.state()["runs"]
+        return runs
 
-    def only(self, since: int = 0) -> dict[str, Any]:
-        [run] = self.ask(since)["runs"]
-        found: dict[str, Any] = run
-        return found
+    def only(self) -> dict[str, Any]:
+        [run] = self.ask()
+        return run
 
 
 def progress(folder: Path, **values: Any) -> None:
@@ -42,40 +46,40 @@ def append(folder: Path, **row: Any) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def test_a_recorded_run_is_shown_with_its_curves_and_sums(tmp_path: Path) -> None:
+def test_a_recorded_run_is_shown_with_its_scores_and_in_the_report(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "fedprox", 1, rounds=16)
-    run = Looker([tmp_path]).only()
+    watcher = Looker([tmp_path])
+    run = watcher.only()
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     assert (run["label"], run["seed"], run["state"], run["done"], run["rounds"]) == ("fedprox", 1, "finished", 16, 16)
-    curve = run["curves"]["test/accuracy"]
-    assert curve["rounds"] == list(range(16))
-    assert curve["values"] == [row["test"]["accuracy"] for row in rows]
-    assert curve["percent"]
-    assert run["up"] == sum(row["bytes"]["up"] for row in rows)
     assert run["best"] == max(((row["round"], row["test"]["accuracy"]) for row in rows), key=lambda pair: pair[1])
     assert run["score"] == (15, rows[-1]["test"]["accuracy"])
-    assert run["lost_count"] == 1
-    assert run["lost"] == [
-        {"client": run["lost"][0]["client"], "times": 1, "round": 4, "reason": "loss is nan after 12 steps"}
-    ]
-    assert {role["role"] for role in run["plan"]["roles"]} >= {"query", "head", "mlp"}
+    pages = document(load_runs([tmp_path]), "Runs so far"), watcher.report()
+    expected, shown = (re.sub(r"[-\d]+ [:\d]+ UTC", "", text) for text in pages)
+    assert shown == expected
 
 
-def test_only_new_points_are_sent_and_only_new_bytes_are_read(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, "fedavg", 0, rounds=3, finished=False)
+def test_a_folder_is_read_again_only_if_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Path] = []
+
+    def load(folder: Path) -> RunRecord:
+        loaded.append(folder)
+        return load_run(folder)
+
+    monkeypatch.setattr(state, "load_run", load)
+    folder, other = (write_run(tmp_path, "fedavg", seed, rounds=3, finished=False) for seed in range(2))
     watcher = Looker([tmp_path])
-    before = watcher.ask()["version"]
-    assert watcher.ask(before)["runs"] == []
-    [run] = watcher.runs.values()
-    before = watcher.version
+    watcher.ask()
+    before, report = watcher.version, watcher.report()
+    assert loaded == [folder, other]
+    progress(folder)
+    watcher.ask()
+    assert (watcher.version, watcher.report() is report) == (before, True), "the report does not show progress"
     append(folder, round=3, test={"accuracy": 0.5})
-    read = run.refresh(watcher.version + 1, 10**6, time.time())
-    assert read < 100
-    watcher.version += 1
-    [told] = watcher.state(before)["runs"]
-    assert not told["reset"]
-    assert told["curves"]["test/accuracy"]["rounds"] == [3]
-    assert told["done"] == 4
+    assert [run["done"] for run in watcher.ask()] == [4, 3]
+    assert loaded == [folder, other, folder]
+    assert watcher.version > before
+    assert watcher.report() != report
 
 
 def test_a_half_written_row_waits_for_its_end(tmp_path: Path) -> None:
@@ -84,43 +88,39 @@ def test_a_half_written_row_waits_for_its_end(tmp_path: Path) -> None:
     for part, done in ((line[:9], 2), (line[9:20], 2), (line[20:], 3)):
         with (folder / "rows.jsonl").open("a") as file:
             file.write(part)
-        watcher.ask()
-        assert next(iter(watcher.runs.values())).done == done
+        assert watcher.only()["done"] == done
 
 
-def test_a_resumed_run_that_drops_rows_starts_its_curves_again(tmp_path: Path) -> None:
+def test_a_resumed_run_that_drops_rows_is_read_again(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "fedavg", 0, rounds=5, finished=False)
     watcher = Looker([tmp_path])
-    version = watcher.ask()["version"]
+    assert watcher.only()["done"] == 5
     lines = (folder / "rows.jsonl").read_text().splitlines(keepends=True)
     (folder / "rows.jsonl").write_text("".join(lines[:2]))
-    run = watcher.only(version)
-    assert run["reset"]
-    assert run["done"] == 2
-    assert run["curves"]["test/accuracy"]["rounds"] == [0, 1]
+    assert watcher.only()["done"] == 2
     append(folder, round=2, test={"accuracy": 0.9})
-    assert watcher.only(watcher.version)["curves"]["test/accuracy"]["rounds"] == [2]
+    assert watcher.only()["score"] == (2, 0.9)
 
 
 def test_another_run_in_the_same_folder_is_a_new_run(tmp_path: Path) -> None:
     write_run(tmp_path, "fedavg", 0, rounds=5)
     watcher = Looker([tmp_path])
-    version = watcher.ask()["version"]
+    watcher.ask()
     (tmp_path / "fedavg-0").rename(tmp_path / "old")
     other = write_run(tmp_path, "fedprox", 0, rounds=3, finished=False)
     other.rename(tmp_path / "fedavg-0")
-    told = {run["name"]: run for run in watcher.ask(version)["runs"]}
-    assert (told["fedavg-0"]["label"], told["fedavg-0"]["done"], told["fedavg-0"]["reset"]) == ("fedprox", 3, True)
+    told = {run["name"]: run for run in watcher.ask()}
+    assert (told["fedavg-0"]["label"], told["fedavg-0"]["done"]) == ("fedprox", 3)
     for name in ("old", "fedavg-0"):
         for file in (tmp_path / name).iterdir():
             file.unlink()
         (tmp_path / name).rmdir()
-    assert watcher.ask()["ids"] == []
+    assert watcher.ask() == []
 
 
 def test_runs_appear_when_their_folder_does(tmp_path: Path) -> None:
     watcher = Looker([tmp_path / "runs"])
-    assert watcher.ask()["ids"] == []
+    assert watcher.ask() == []
     write_run(tmp_path / "runs" / "compare", "fedavg", 0)
     assert watcher.only()["name"] == "compare/fedavg-0"
 
@@ -141,7 +141,7 @@ def test_the_state_follows_from_progress_and_process(tmp_path: Path, told: dict[
     progress(folder, **told)
     run = Looker([tmp_path]).only()
     assert run["state"] == expected
-    assert ("current" in run) == (expected in ("running", "waiting"))
+    assert bool(run["round"]["phase"]) == (expected in ("running", "waiting"))
     assert run["note"] == "RunError: why" or expected != "failed"
 
 
@@ -171,24 +171,20 @@ def test_the_current_round_and_the_time_of_a_round_come_from_progress(tmp_path: 
     )  # fmt: skip
     run = Looker([tmp_path]).only()
     assert run["pace"] == 7.5
-    assert run["online"] == 9
-    current = run["current"]
+    current = run["round"]
     assert (current["round"], current["cohort"], current["replied"], current["started"]) == (3, 5, 2, 12.0)
-    assert current["clients"] == [("a", "replied"), ("b", "lost")]
-    assert current["lost"] == {"b": "away"}
+    assert current["online"] == 9
+    assert run["lost"] == ["b: away"]
 
 
-def test_epsilon_and_withheld_values_of_a_private_run(tmp_path: Path) -> None:
+def test_epsilon_of_a_private_run(tmp_path: Path) -> None:
     def hide(row: dict[str, Any]) -> dict[str, Any]:
         spent = {"epsilon": 0.5 * (row["round"] + 1), "delta": 1e-5, "signal": {}}
         return {**row, "train_loss": None, "drift": {}, "personal": None, "lost": {}, "alarms": {}, "privacy": spent}
 
-    folder = write_run(tmp_path, "fedavg", 0, rounds=3, finished=False, edit=hide)
-    (folder / "privacy.json").write_text(json.dumps({"unit": "client", "budget": 4.0, "planned": 3.9}))
+    write_run(tmp_path, "fedavg", 0, rounds=3, finished=False, edit=hide)
     run = Looker([tmp_path]).only()
-    assert (run["privacy"]["spent"], run["privacy"]["left"], run["privacy"]["limit"]) == (1.5, 2.5, 4.0)
-    assert run["curves"].keys() & {"train_loss", "drift", "personal/accuracy/mean"} == set()
-    assert run["curves"]["privacy/epsilon"]["values"] == [0.5, 1.0, 1.5]
+    assert (run["epsilon"], run["lost"]) == (1.5, [])
 
 
 @pytest.mark.parametrize(
@@ -213,16 +209,15 @@ def test_a_broken_folder_is_named_and_the_others_are_shown(tmp_path: Path, name:
     repaired = (broken / name).read_bytes() if (broken / name).exists() else None
     (broken / name).write_bytes(content)
     watcher = Looker([tmp_path])
-    good, bad = watcher.ask()["runs"]
+    good, bad = watcher.ask()
     assert good["state"] == "finished"
     assert bad["state"] == "unreadable"
-    assert bad["curves"] == {}
+    assert (bad["done"], bad["score"]) == (0, None)
     assert name in bad["note"]
-    version = watcher.version
-    assert watcher.ask(version)["runs"] == []  # it is not read again until it changes
+    assert "fedavg" in watcher.report()
     if repaired is not None:
         (broken / name).write_bytes(repaired)
-        assert watcher.only(version)["done"] == 16
+        assert [run["done"] for run in watcher.ask()] == [16, 16]
 
 
 def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
@@ -234,18 +229,18 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
     (piped / "rows.jsonl").unlink()
     os.mkfifo(piped / "rows.jsonl")
     (runs / "loop").symlink_to(runs)
-    told = Looker([runs]).ask()["runs"]
+    told = Looker([runs]).ask()
     assert [run["state"] for run in told] == ["unreadable", "unreadable"]
     assert "secret" not in json.dumps([run["label"] for run in told])
 
 
 def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched_run, "MAX_LINE_BYTES", 5000)
+    monkeypatch.setattr(atomic_files, "MAX_LINE_BYTES", 5000)
     folder = write_run(tmp_path, "fedavg", 0)
     with (folder / "rows.jsonl").open("wb") as file:
         file.write(b"{" * 10_000)
     run = Looker([tmp_path]).only()
-    assert "a line of more than 5,000 bytes" in run["note"]
+    assert "has more than 5,000 bytes" in run["note"]
 
 
 def test_numbers_that_json_does_not_have_are_left_out(tmp_path: Path) -> None:
@@ -256,32 +251,16 @@ def test_numbers_that_json_does_not_have_are_left_out(tmp_path: Path) -> None:
     json.dumps(Looker([tmp_path]).ask(), allow_nan=False)
 
 
-def test_long_curves_are_thinned_and_many_metrics_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched_run, "MAX_POINTS", 10)
-    monkeypatch.setattr(watched_run, "MAX_CURVES", 5)
-    folder = write_run(tmp_path, "fedavg", 0, rounds=1, finished=False)
-    (folder / "rows.jsonl").write_text("")
-    for round in range(100):
-        append(folder, round=round, test={f"metric {number}": 0.5 for number in range(50)})
-    curves = Looker([tmp_path]).only()["curves"]
-    assert len(curves) == 5
-    for curve in curves.values():
-        assert 5 <= len(curve["rounds"]) <= 10
-        assert (curve["rounds"][0], curve["rounds"][-1]) == (0, 99)
-        assert curve["rounds"] == sorted(curve["rounds"])
-
-
-def test_large_files_are_read_in_several_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(3):
-        write_run(tmp_path, "fedavg", seed)
-    monkeypatch.setattr(state, "READ_BYTES", (tmp_path / "fedavg-0" / "rows.jsonl").stat().st_size // 2)
+def test_runs_with_other_metrics_are_named_in_place_of_a_report(tmp_path: Path) -> None:
+    write_run(tmp_path, "fedavg", 0)
+    other = write_run(tmp_path, "<b>", 0)
+    plan = json.loads((other / "plan.json").read_text())
+    metric = {"name": "perplexity", "higher_is_better": False, "fraction": False}
+    (other / "plan.json").write_text(json.dumps({**plan, "metric": metric, "metrics": [metric]}))
     watcher = Looker([tmp_path])
-    looks = 1
-    while watcher.ask()["reading"]:
-        looks += 1
-        assert looks < 20
-    assert looks > 3
-    assert [run["done"] for run in watcher.ask()["runs"]] == [16, 16, 16]
+    watcher.ask()
+    assert "report them separately" in watcher.report()
+    assert "<b>" not in watcher.report()
 
 
 @pytest.mark.slow
@@ -289,11 +268,10 @@ def test_a_hundred_runs_are_found_and_capped(tmp_path: Path, monkeypatch: pytest
     for seed in range(100):
         write_run(tmp_path, "fedavg", seed, rounds=2)
     watcher = Looker([tmp_path])
-    told = watcher.ask()
-    assert [run["seed"] for run in told["runs"]] == list(range(100))
-    assert not told["too_many"]
+    assert [run["seed"] for run in watcher.ask()] == list(range(100))
+    assert not watcher.too_many
     monkeypatch.setattr(state, "MAX_RUNS", 10)
-    assert (len(watcher.ask()["ids"]), watcher.ask()["too_many"]) == (10, True)
+    assert (len(watcher.ask()), watcher.too_many) == (10, True)
 
 
 def plan_comparison(root: Path, *folders: str, **more: Any) -> None:
@@ -305,22 +283,20 @@ def test_runs_of_a_comparison_that_have_not_started_are_waiting(tmp_path: Path) 
     write_run(tmp_path / "c", "fedavg", 0)
     plan_comparison(tmp_path / "c", "fedavg-0", "fedavg-1")
     watcher = Looker([tmp_path])
-    started, waiting = watcher.ask()["runs"]
+    started, waiting = watcher.ask()
     assert (started["state"], waiting["state"], waiting["note"]) == ("finished", "waiting", "has not started")
     assert (waiting["name"], waiting["seed"], waiting["rounds"], waiting["done"]) == ("c/fedavg-1", 7, 16, 0)
-    version = watcher.version
-    assert watcher.ask(version)["runs"] == []
     write_run(tmp_path / "c", "fedavg", 1, rounds=2, finished=False)
-    now = watcher.only(version)
-    assert (now["id"], now["state"], now["done"]) == (waiting["id"], "running", 2)
+    _, now = watcher.ask()
+    assert (now["name"], now["state"], now["done"]) == (waiting["name"], "running", 2)
 
 
 def test_the_list_of_a_comparison_that_has_ended_or_is_broken_does_not_count(tmp_path: Path) -> None:
     write_run(tmp_path, "fedavg", 0)
     plan_comparison(tmp_path, "fedavg-0", "fedavg-1", process={**this_process(), "pid": 2**22 - 5})
-    assert len(Looker([tmp_path]).ask()["ids"]) == 1
+    assert len(Looker([tmp_path]).ask()) == 1
     plan_comparison(tmp_path, runs=[{"folder": 3}])
-    assert len(Looker([tmp_path]).ask()["ids"]) == 1
+    assert len(Looker([tmp_path]).ask()) == 1
 
 
 @pytest.mark.parametrize("path", ["../../secret", "/etc", "a/../../../secret"])
@@ -335,12 +311,10 @@ def test_texts_from_a_folder_are_printable_and_short(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "fedavg", 0, rounds=1, finished=False)
     append(folder, round=1, lost={"\x1b[31m" + "x" * 9999: "\u202e" * 9999}, alarms={"a\u2028b": "c" * 9999})
     run = Looker([tmp_path]).only()
-    assert run["lost"][0]["client"].startswith("\\x1b[31mx")
-    assert (
-        max(len(text) for each in (*run["lost"], *run["alarms"]) for text in each.values() if isinstance(text, str))
-        <= 400
-    )
-    assert run["alarms"][0]["kind"] == "a\\u2028b"
+    [lost], [alarm] = run["lost"], run["alarms"]
+    assert lost.startswith("\\x1b[31mx")
+    assert len(lost) <= 60 + 2 + 400
+    assert alarm == "a\\u2028b"
 
 
 def test_a_real_run_is_watched_without_a_change_to_its_folder(tmp_path: Path) -> None:
@@ -352,7 +326,7 @@ def test_a_real_run_is_watched_without_a_change_to_its_folder(tmp_path: Path) ->
         run = watcher.only()
         assert (run["done"], run["rounds"]) == (done, 3)
         assert run["state"] in ("running", "waiting")
-        assert run["plan"]["roles"]
+        assert "fedavg" in watcher.report()
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if "progress" not in path.name} == kept
     assert next(rows, None) is None
     assert watcher.only()["state"] == "finished"

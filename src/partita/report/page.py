@@ -108,10 +108,15 @@ def page(
         target: Target of the column "rounds to". Default: as in `compare`.
         metric: Metric to report. Default: the runs' own.
     """
+    return _write(Path(out), document(records, title, target, metric))
+
+
+def document(records: Sequence[RunRecord], title: str, target: float | None = None, metric: str | None = None) -> str:
+    """Return the HTML report of runs. The arguments are those of `page`."""
     report = Report(records, compare(records, target, metric), metric_of(records, metric))
     found = [(name, title, data) for name, title, make in SECTIONS if (data := make(report)) is not None]
     label_styles = styles(by_label(records))
-    text = render(
+    return render(
         "page",
         title=title,
         summary=_summary(records),
@@ -120,7 +125,6 @@ def page(
         styles=label_styles,
         script_data=_script_data(label_styles, [data for _, _, data in found]),
     )
-    return _write(Path(out), text)
 
 
 def _script_data(label_styles: Mapping[str, Style], found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,22 +10,15 @@ from jinja2 import Environment, PackageLoader
 
 from partita.storage.safe_text import printable
 
-SCRIPT, STYLE, HTML = "text/javascript; charset=utf-8", "text/css; charset=utf-8", "text/html; charset=utf-8"
-ASSETS = {  # name in the address -> (package, file, type)
-    "watch.js": ("partita.watch", "watch.js", SCRIPT),
-    "watch.css": ("partita.watch", "watch.css", STYLE),
-    "uplot.js": ("partita.report", "uplot.min.js", SCRIPT),
-    "uplot.css": ("partita.report", "uplot.min.css", STYLE),
-}
+HTML = "text/html; charset=utf-8"
+ASSETS = {"watch.js": "text/javascript; charset=utf-8", "watch.css": "text/css; charset=utf-8"}
 
 
 def page_files(roots: Sequence[Path]) -> dict[str, tuple[str, bytes]]:
     """Return (type, content) of each file by its name in the address; the page itself has an empty name."""
     environment = Environment(loader=PackageLoader("partita.watch"), autoescape=True)
-    shown = ", ".join(printable(root) for root in roots)
-    page = environment.get_template("page.html").render(roots=shown)
-    assets = {
-        name: (kind, files(package).joinpath("assets", file).read_bytes())
-        for name, (package, file, kind) in ASSETS.items()
+    page = environment.get_template("page.html").render(roots=", ".join(printable(root) for root in roots))
+    folder = files("partita.watch").joinpath("assets")
+    return {"": (HTML, page.encode())} | {
+        name: (kind, folder.joinpath(name).read_bytes()) for name, kind in ASSETS.items()
     }
-    return {"": (HTML, page.encode()), **assets}

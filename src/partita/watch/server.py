@@ -1,6 +1,6 @@
 """The web server of the live page: on the loopback interface, read-only, behind a random token.
 
-A request names one of a few files in memory, or asks for the state. No path of a request reaches the file system.
+A request names one of a few files in memory, or asks for the state or the report. No path reaches the file system.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
-from partita.watch.page import page_files
+from partita.watch.page import HTML, page_files
 from partita.watch.state import Watcher
 
 LOOPBACK = "127.0.0.1"
@@ -26,10 +27,11 @@ HOSTS = ("127.0.0.1", "localhost", "[::1]")
 MAX_CONNECTIONS = 100
 MAX_SECONDS = 15.0  # time for a request and its answer, however slowly they travel
 JSON = "application/json"
+NO_HEADERS: Mapping[str, str] = {}
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -37,6 +39,14 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
+}
+# The report may stand in the page. Its own policy, in the document, allows its script and style by their hashes only.
+IN_FRAME = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'self'"
+    ),
+    "X-Frame-Options": "SAMEORIGIN",
 }
 
 
@@ -85,11 +95,16 @@ class WatchServer(ThreadingHTTPServer):
             self.open_code = None
             return True
 
-    def state(self, since: int) -> bytes:
-        """Return what has changed since a version, as JSON."""
+    def state(self) -> bytes:
+        """Return the state of the runs, as JSON."""
         with self.reading:
             self.watcher.look()
-            return json.dumps(self.watcher.state(since), allow_nan=False, separators=(",", ":")).encode()
+            return json.dumps(self.watcher.state(), allow_nan=False, separators=(",", ":")).encode()
+
+    def report(self) -> bytes:
+        """Return the report of all runs."""
+        with self.reading:
+            return self.watcher.report().encode()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Accept a connection. If there are too many, end the oldest: a page's own requests take milliseconds."""
@@ -153,17 +168,24 @@ class _Request(BaseHTTPRequestHandler):
             return self._send(HTTPStatus.NOT_FOUND)
         name = rest[0]
         if name == "state":
-            return self._send(HTTPStatus.OK, JSON, self.server.state(_since(url.query)))
+            return self._send(HTTPStatus.OK, JSON, self.server.state())
+        if name == "report":
+            return self._send(HTTPStatus.OK, HTML, self.server.report(), more=IN_FRAME)
         if len(rest) == 2 and name in self.server.files:
             return self._send(HTTPStatus.OK, *self.server.files[name])
         return self._send(HTTPStatus.NOT_FOUND)
 
     def _send(
-        self, status: HTTPStatus, kind: str = "text/plain; charset=utf-8", content: bytes = b"", location: str = ""
+        self,
+        status: HTTPStatus,
+        kind: str = "text/plain; charset=utf-8",
+        content: bytes = b"",
+        location: str = "",
+        more: Mapping[str, str] = NO_HEADERS,
     ) -> None:
         self.send_response_only(status)
         content = content or f"{status.value}\n".encode()
-        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
+        for name, value in {**HEADERS, **more, "Content-Type": kind, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         if location:
             self.send_header("Location", location)
@@ -184,11 +206,3 @@ def _host_name(host: str) -> str:
     """Return the host of a Host header without its port, which an ssh tunnel may change."""
     name, colon, port = host.strip().lower().rpartition(":")
     return name if colon and port.isdecimal() else host.strip().lower()
-
-
-def _since(query: str) -> int:
-    try:
-        [value] = parse_qs(query, max_num_fields=4).get("since", ["0"])
-        return int(value) if len(value) < 16 and value.isdecimal() else 0
-    except ValueError:
-        return 0
