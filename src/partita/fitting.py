@@ -95,7 +95,7 @@ def config_of(
     held_data, reading, splitting = hand_over_data(data)
     held_model, building = hand_over_model_of(model, loss)
     tell_tokenizers(held_data, model)
-    raw: dict[str, Any] = {"method": _method_table(method), "data": as_long_as_taken(reading)}
+    raw: dict[str, Any] = {"method": method_table(method), "data": as_long_as_taken(reading)}
     if splitting is not None:
         raw["split"] = splitting
     raw |= _sorted_settings(settings, building)
@@ -108,7 +108,8 @@ def config_of(
     return (*held_data, *held_model), raw
 
 
-def _method_table(method: Any) -> dict[str, Any]:
+def method_table(method: Any) -> dict[str, Any]:
+    """Return the table `[method]` of a method."""
     if isinstance(method, str):
         return {"name": method}
     if isinstance(method, Mapping):

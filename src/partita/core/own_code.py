@@ -34,16 +34,16 @@ class CodeError(OptionError):
 
 
 class FitCall(BaseException):
-    """A file that is read as a config has called `fit`. This ends the file.
+    """A file that is read as a config has called `fit`, `patch` or `federate`. This ends the file.
 
     Attributes:
-        function: The function `fit`.
+        function: The function.
         config: The config that it was about to run, as nested dicts.
         objects: The data and the model that it was given, by table.
     """
 
-    def __init__(self, function: object, config: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
-        super().__init__("fit was called")
+    def __init__(self, function: Callable[..., Any], config: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+        super().__init__(f"{function.__name__} was called")
         self.function, self.config, self.objects = function, config, objects
 
 
@@ -255,23 +255,28 @@ def _running(what: Literal["file", "main"]) -> Iterator[None]:
         _RUNNING.reset(token)
 
 
-def end_at_fit(function: object, config: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
-    """End the file if it is read as a config; the arguments are those of `FitCall`. Elsewhere, do nothing.
+def is_read_as_config(function: Callable[..., Any]) -> bool:
+    """Return whether a function that starts a run is called only to find the config that it makes.
 
     Raises:
         CodeError: If a file is loaded for what it defines, which must not start a run.
     """
-    if _RUNNING.get() == "main":
-        raise FitCall(function, config, objects)
     if _RUNNING.get() == "file":
-        raise CodeError(f"the file calls fit when it is loaded; put the call under: {MAIN}")
+        raise CodeError(f"the file calls {function.__name__} when it is loaded; put the call under: {MAIN}")
+    return _RUNNING.get() == "main"
+
+
+def end_at_fit(function: Callable[..., Any], config: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+    """End the file if it is read as a config; the arguments are those of `FitCall`. Elsewhere, do nothing."""
+    if is_read_as_config(function):
+        raise FitCall(function, config, objects)
 
 
 def read_fit_call(path: Path) -> FitCall:
     """Load a file, run what it has under `if __name__ == "__main__":` up to its call of `fit`, and return the call.
 
     Raises:
-        CodeError: If the file cannot be loaded, or does not call `fit` exactly once.
+        CodeError: If the file cannot be loaded, or does not call `fit`, `patch` or `federate` exactly once.
     """
     module = _load_file(path)
     tree = ast.parse(read_source(Reference(str(path), "")))
@@ -286,7 +291,8 @@ def read_fit_call(path: Path) -> FitCall:
         loops = (ast.For, ast.While, ast.comprehension)
         parts = [tree, *(each for each in ast.walk(tree) if isinstance(each, loops))]  # a loop may call it again
         if sum(_calls(part, call.function, scope) for part in parts) > 1:
-            raise CodeError(f"{path} calls fit more than once; leave one call under: {MAIN}") from None
+            name = call.function.__name__
+            raise CodeError(f"{path} calls {name} more than once; leave one call under: {MAIN}") from None
         return call
     except (Exception, SystemExit) as error:
         raise CodeError(f"cannot run {path}: {describe_error(error, str(path))}") from error

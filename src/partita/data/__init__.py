@@ -29,6 +29,7 @@ INDEX = {
     "text_regression": "partita.data.regression:text_regression",
     "tokenized": "partita.data.tokenized:tokenized",
     "tokens": "partita.data.tokens:tokens",
+    "trainer": "partita.trainers.at_sites:rows",
 }
 
 __all__ = ["INDEX", "SPLITS", "DataError", "Federation", "Subset", "Table", "Task", "load", "split"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -59,6 +59,15 @@ class Evaluator(Protocol):
 
         A decision is the class of an example or of a token, or the set of labels of an example.
         """
+        ...
+
+
+@runtime_checkable
+class OpenEvaluator(Protocol):
+    """An evaluator that may return scores of any name."""
+
+    def named(self, name: str) -> Metric:
+        """Return the metric of this name."""
         ...
 
 

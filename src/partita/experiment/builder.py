@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -86,6 +86,8 @@ def build(
     run, guard = build_run(config, method, trained, data, key, _bound(secret, held) if secret else new_secret(config))
     experiment = Experiment(config, device, run, trained, data, _evaluator(config, held.task), guard)
     _check_run(experiment)
+    if isinstance(whole, RunsItself):
+        return whole.prepared(experiment)
     return replace(experiment, pace=choose_pace(experiment, whole, held))
 
 
@@ -238,6 +240,15 @@ def _with_attackers(config: Config, method: Method, federation: Federation, key:
     return add_attack(method, settings.attack, attackers, settings.attack_strength), federation
 
 
+@runtime_checkable
+class RunsItself(Protocol):
+    """A model whose clients compute with an engine of their own."""
+
+    def prepared(self, experiment: Experiment) -> Experiment:
+        """Check all parts of an experiment, and return it with this engine."""
+        ...
+
+
 class _Sizes(Mapping[str, int]):
     """Number of training examples per client, or of groups, 0 if the examples are on another machine.
 
@@ -263,7 +274,8 @@ class _Sizes(Mapping[str, int]):
 def _data_options(config: Config) -> dict[str, Any]:
     """Return the data options. The tokenizer defaults to the model's."""
     name, options = named(config.data)
-    return {"tokenizer": config.model.get("path"), **options} if takes("data", name, "tokenizer") else options
+    more = {"tokenizer": config.model.get("path"), "client": config.split.get("client")}
+    return {**{key: value for key, value in more.items() if value and takes("data", name, key)}, **options}
 
 
 def _cached(model: Model, federation: Federation) -> tuple[Model, Federation]:

@@ -80,7 +80,8 @@ def shared_digest(config: Config) -> str:
     return hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-IN_HAND = ("data object", "model module")  # what a program hands over; no file can say it
+# What a program hands over. No file can say it.
+IN_HAND = ("data object", "data trainer", "model module", "model trainer")
 _TABLES = {
     "training": Training,
     "federation": FederationSettings,

@@ -51,6 +51,7 @@ class Experiment:
     Attributes:
         make_engine: Builds the engine if its clients do not compute with the model of partita. It also tests: on the
             central examples of `federation` it answers with scores of its own.
+        tester: Tests the model that all share in place of the engine, whose clients are remote.
     """
 
     config: Config
@@ -62,6 +63,7 @@ class Experiment:
     guard: PrivacyGuard | None = None
     pace: Pace = field(default_factory=Pace)
     make_engine: Callable[[Experiment, ClientStore], Engine] | None = None
+    tester: Engine | None = None
 
     @cached_property
     def availability(self) -> Availability:

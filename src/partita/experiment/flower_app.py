@@ -9,7 +9,7 @@ import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ import tomli_w
 
 from partita import data, models
 from partita.core.client import Job
-from partita.core.given import given, is_given
+from partita.core.own_code import load_module
 from partita.core.rng import Key
 from partita.core.rounds import initial_server
 from partita.data.digest import examples_digest
@@ -28,7 +28,7 @@ from partita.engines.flower.site import Site
 from partita.experiment import run_folder
 from partita.experiment.builder import build, client_names, new_secret
 from partita.experiment.config import SITES_OWN, Config, differences, load, load_recorded, shared_digest
-from partita.experiment.config_code import code_copies
+from partita.experiment.config_code import code_copies, references_in
 from partita.experiment.config_tables import TrackConfig
 from partita.experiment.experiment import Experiment
 from partita.experiment.gc_freeze import importing
@@ -39,6 +39,7 @@ from partita.experiment.runner import prepare, restore, restore_secret, run_roun
 from partita.privacy.secret import load_or_save
 from partita.record import file_names
 from partita.storage.atomic_files import write
+from partita.storage.client_store import MemoryStore
 from partita.storage.safe_text import label_folder, path_component, printable
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid, ServerApp
 
 SITE_OPTIONS = tuple(f"{table}." for table in SITES_OWN)
-LIBRARIES = ("datasets", "transformers", "peft")  # those of named objects, which take seconds to import
+LIBRARIES = ("datasets", "transformers", "peft", "trl")  # those of named objects, which take seconds to import
 PACKAGE, CONFIG = "federation", "experiment.toml"
 APP_SOURCE = """from pathlib import Path
 
@@ -122,12 +123,12 @@ def modules(app: Path) -> list[str]:
 
 
 def modules_of(config: Config) -> list[str]:
-    """Return the modules of partita that an experiment needs, this one, and those that its named objects are from."""
+    """Return the modules of partita that an experiment needs, this one, and those that its files of objects name."""
     entries = data.INDEX.get(config.data["name"]), models.INDEX.get(config.model["name"])
-    values = (*config.data.values(), *config.model.values())
-    places = ["datasets", *(type(given(value).value).__module__ for value in values if is_given(value))]
-    libraries = [place for place in places if config.objects and place.partition(".")[0] in LIBRARIES]
-    return [__name__, *(entry.partition(":")[0] for entry in entries if entry), *libraries]
+    files = [load_module(each) for each in references_in(config.objects)]
+    places = {str(getattr(value, "__module__", "")) for file in files for value in vars(file).values()}
+    libraries = [place for place in sorted(places | {"datasets"}) if place.partition(".")[0] in LIBRARIES]
+    return [__name__, *(entry.partition(":")[0] for entry in entries if entry), *(libraries if files else ())]
 
 
 def run_config(app: Path) -> Mapping[str, Any]:
@@ -186,6 +187,8 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
     config = replace(config, engine=replace(config.engine, clients_per_block=1))
     started = (folder / file_names.CONFIG).exists()
     experiment = build(config, restore_secret(config, folder) if started else new_secret(config))
+    if experiment.make_engine is not None:
+        experiment = replace(experiment, tester=experiment.make_engine(experiment, MemoryStore()))
     with run_folder.lock(folder):
         done, server = 0, initial_server(experiment.run, experiment.model)
         if started:
@@ -297,6 +300,7 @@ def open_site(name: str, place: Path, shared: Config, own: Config, key: Path | N
         None if charged is None else charge,
         peers=experiment.federation.clients,
         key=key,
+        make_engine=None if experiment.make_engine is None else partial(experiment.make_engine, experiment),
     )
     return site, experiment
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from partita.data.objects import DataSource, as_long_as_taken, from_dataset, fro
 from partita.data.task import Task
 
 SEED = "; new weights, such as a head, are random: call transformers.set_seed first"
+TRAINER = "trainer"  # the name of data and of a model that a Trainer of the user's file holds
 ONLY_MODULES = "loss is for a torch.nn.Module; models of transformers have the loss of their task"
 
 
@@ -63,6 +65,13 @@ def hand_over_model_of(model: Any, loss: Any = None) -> tuple[tuple[Given, ...],
 
     given = hand_over_module(model, loss)
     return (given,), {"name": "module", "path": given.name}
+
+
+def are_trainers(value: Any) -> bool:
+    """Return whether an object is a Trainer of transformers, or a dict of Trainers and functions that make them."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(are_trainers(each) or inspect.isfunction(each) for each in value.values())
+    return any((each.__module__, each.__name__) == ("transformers.trainer", "Trainer") for each in type(value).__mro__)
 
 
 def tell_tokenizers(held: Iterable[Given], model: Any) -> None:
@@ -138,6 +147,8 @@ def _named_object(what: str, table: Any) -> _Named | None:
         return None
     with _seeded():
         value = load_object(reference)
+    if are_trainers(value):
+        return _Named(value, (), {"name": TRAINER, "source": str(reference)})
     if callable(value) and not hasattr(value, "state_dict"):
         return None
     known = _NAMED.get((what, reference))
@@ -162,8 +173,8 @@ def read_python_file(path: Path) -> dict[str, Any]:
     """Return the config that a file hands to `fit`, with its data and its model by their names in the file.
 
     Raises:
-        CodeError: If the file cannot be loaded, or does not call `fit` exactly once.
-        OptionError: If `fit` is given an object that is no variable of the file.
+        CodeError: If the file cannot be loaded, or does not call `fit`, `patch` or `federate` exactly once.
+        OptionError: If the function is given an object that is no variable of the file.
     """
     reference = Reference(os.path.abspath(path), "")
     with _seeded():
@@ -174,12 +185,14 @@ def read_python_file(path: Path) -> dict[str, Any]:
             name = next((name for name, each in variables.items() if name[0] != "_" and _is_same(each, value)), None)
             if name is None:
                 shown = "a pair of model and loss" if isinstance(value, tuple) else f"the {what}"
+                shown = "Trainers" if are_trainers(value) else shown
                 raise OptionError(
-                    f"fit gets {shown} under no name of {path}, so no other process can find it; give it a name at the "
-                    "top level of the file"
+                    f"{call.function.__name__} gets {shown} under no name of {path}, so no other process can find it; "
+                    "give it a name at the top level of the file"
                 )
-            own = {key: each for key, each in raw[what].items() if key not in ("name", "path")}
-            raw[what] = {"name": f"{reference.source}:{name}", **(own if what == "model" else {})}
+            own = {key: each for key, each in raw[what].items() if key not in ("name", "path", "source")}
+            kept = own if what == "model" or raw[what]["name"] == TRAINER else {}
+            raw[what] = {"name": f"{reference.source}:{name}", **kept}
     return raw
 
 

@@ -208,7 +208,8 @@ def evaluate_round(
         if has_own_models(run, *make_job(run, model, result.server, result.number, clients[0]), result.server):
             scores, score = score_own(federation.test), score_own
         elif experiment.make_engine is not None:
-            [(_, scores)] = engine.evaluate(_jobs(experiment, result, clients[:1]), federation.test)
+            tester = experiment.tester or engine
+            [(_, scores)] = tester.evaluate(_jobs(experiment, result, clients[:1]), federation.test)
         else:
             confused = _confused_classes(federation.task) if last or best else 0
             tested = evaluate(model, result.server.params, federation.test, experiment.evaluator, confused, forward)

@@ -16,6 +16,7 @@ INDEX = {
     "pretrained": "partita.models.pretrained:pretrained",
     "clip": "partita.models.prompts.clip:clip",
     "module": "partita.models.plain:module",
+    "trainer": "partita.trainers.at_sites:model",
 }
 
 # What the head of a text encoder reads: as in transformers, the mean of all tokens, or that mean at a length of one.

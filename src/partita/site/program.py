@@ -9,10 +9,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import chdir
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from filelock import FileLock, Timeout
 
 from partita.engines.flower.local_deployment import QUIET, find_executable, free_ports, terminate
@@ -82,8 +84,7 @@ def _run_locked(site: SiteConfig) -> int:
     # In a fork: a process that has used a GPU cannot fork for the messages later.
     if run_in_fork(lambda: _require_consent(site)):
         return 1
-    for module in modules_of(own_settings(site, load_policy(site.policy_file))[1]):
-        import_module(module)  # forks then find it imported
+    prepare_forks(site)
     end = time.monotonic() + RECONNECT
     try:
         while (status := _serve(site)) and time.monotonic() < end:
@@ -97,6 +98,30 @@ def _run_locked(site: SiteConfig) -> int:
     finally:
         log.append("stopped")
     return status
+
+
+def prepare_forks(site: SiteConfig) -> None:
+    """Import what the experiment needs, and load its own code, so that forks for messages find it.
+
+    Code that uses a GPU as it is loaded, such as a Trainer's, is loaded in each fork alone.
+    """
+    with tempfile.TemporaryDirectory(prefix="partita-site-") as folder:
+        found = Path(folder, "modules")
+        if run_in_fork(lambda: _find_modules(site, found)):
+            raise SiteError("the experiment's own code cannot be loaded; the message above says why")
+        uses_gpu, *modules = found.read_text().splitlines()
+    for module in modules:
+        import_module(module)
+    if not uses_gpu:
+        with chdir(site.folder):
+            own_settings(site, load_policy(site.policy_file))
+
+
+def _find_modules(site: SiteConfig, found: Path) -> None:
+    """Write whether the experiment's own code uses a GPU as it is loaded, and the modules that it needs."""
+    with chdir(site.folder):
+        modules = modules_of(own_settings(site, load_policy(site.policy_file))[1])
+    found.write_text("\n".join(["GPU" if torch.cuda.is_initialized() else "", *modules]))
 
 
 def _serve(site: SiteConfig) -> int:

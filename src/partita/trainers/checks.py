@@ -78,11 +78,20 @@ def check_trainer(client: str, trainer: Any) -> None:
         "data_seed gives every round the same order of examples; leave it out, the seed of the run says it": (
             args.data_seed is not None
         ),
-        "it has no train_dataset": trainer.train_dataset is None,
     }
     for reason, holds in broken.items():
         if holds:
             raise RunError(f"the Trainer of '{client}' cannot take part: {reason}")
+
+
+def check_rows(client: str, trainer: Any) -> None:
+    """Refuse a Trainer without examples, as a server's may be.
+
+    Raises:
+        RunError: If it is one.
+    """
+    if trainer.train_dataset is None:
+        raise RunError(f"the Trainer of '{client}' cannot take part: it has no train_dataset")
 
 
 def size_of(trainer: Any) -> int:
@@ -97,14 +106,14 @@ def size_of(trainer: Any) -> int:
 def training_of(trainer: Any, keep_optimizer: bool = False) -> Training:
     """Return the settings of a Trainer, as far as rules and the server read them. No client trains by them."""
     args, sgd = trainer.args, optimizer_name(trainer).startswith("sgd")
-    most = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs) * size_of(trainer)
     return Training(
         lr=args.learning_rate,
         optimizer="sgd" if sgd else "adamw",
         momentum=_momentum(trainer) if sgd else 0.0,
         keep_optimizer=keep_optimizer,
-        batch_size=1,
-        steps=max(1, most),  # the server refuses more
+        batch_size=1,  # the server refuses more steps than those of one example each
+        epochs=max(1, math.ceil(args.num_train_epochs)),
+        steps=args.max_steps if args.max_steps > 0 else None,
         clip=args.max_grad_norm or None,
     )
 

@@ -11,6 +11,7 @@ from torch import distributed
 
 from partita.core.client import ClientError, ClientState, Job
 from partita.core.data import EvaluateOn
+from partita.core.rng import Key, seeded
 from partita.core.rounds import ClientFailure
 from partita.core.settings import Run, RunError
 from partita.core.update import Update
@@ -120,6 +121,14 @@ class Crew:
         if order.kind == "score":
             return site.scores()
         return run_test(self.test, site.trainer) if self.test else {}
+
+
+def made(trainer: Any) -> Any:
+    """Return a Trainer, or the one that a function makes; its random draws are the same at all parties."""
+    if not callable(trainer):
+        return trainer
+    with seeded(Key(0)):
+        return trainer()
 
 
 def run_test(test: Test, trainer: Any) -> dict[str, float]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import tomllib
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +14,36 @@ import tomli_w
 import torch
 from torch import distributed
 
+from partita.core.given import PREFIX
 from partita.core.method import Method
 from partita.core.options import OptionError
+from partita.core.own_code import end_at_fit, is_read_as_config
 from partita.core.rng import Key
 from partita.core.rounds import Engine, initial_server
 from partita.core.settings import RunError
 from partita.data import Federation, Table, Task
 from partita.data.client_ids import NamedClients
-from partita.evaluation.evaluator import Predictions
 from partita.experiment import run_folder, runner
 from partita.experiment.builder import build_method, build_run, new_secret
 from partita.experiment.config import HANDED_OVER, parse
-from partita.experiment.config_tables import Config
+from partita.experiment.config_tables import Config, drop_none
 from partita.experiment.experiment import Experiment
+from partita.experiment.handing_over import TRAINER
 from partita.experiment.recorded_model import RecordedModel
 from partita.experiment.run_names import default_folder
+from partita.fitting import method_table
 from partita.record import file_names
-from partita.record.metric import Metric
 from partita.record.row import Row
 from partita.runs import Fitted, load_run
 from partita.storage import checkpoint
 from partita.storage.client_store import ClientStore
 from partita.tasks import LM
 from partita.trainers import checks
-from partita.trainers.engine import CarryOut, Crew, Test, TrainerEngine, run_test
+from partita.trainers.engine import CarryOut, Crew, Test, TrainerEngine, made
 from partita.trainers.model import TrainerModel
+from partita.trainers.scores import scores_of
 from partita.trainers.site import TrainerSite
 
-LOSS = Metric("loss", higher_is_better=False, fraction=False)
 # What a record says of each Trainer.
 RECORDED = (
     *("optim", "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm", "num_train_epochs", "max_steps"),
@@ -54,24 +57,6 @@ class HandedOver(Config):
     def to_toml(self, folder: Path | None = None) -> str:
         raw = tomllib.loads(super().to_toml(folder))
         return tomli_w.dumps({key: value for key, value in raw.items() if key not in ("training", "split", "engine")})
-
-
-@dataclass(frozen=True)
-class OwnScores:
-    """The scores that Trainers and the central test compute themselves. The first metric judges the run."""
-
-    metrics: tuple[Metric, ...]
-    batch: int = 1
-
-    @property
-    def primary(self) -> Metric:
-        return self.metrics[0]
-
-    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
-        raise RunError("the data of this run is with its Trainers, which score it themselves")
-
-    def decisions(self, batch: Predictions) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return None
 
 
 def federate(
@@ -88,11 +73,14 @@ def federate(
 ) -> Fitted:
     """Train several Trainers as the clients of one federation, and record the run.
 
+    In a file, this call is a config for sites, each of which trains the Trainer of its own name.
+
     In each round every Trainer gets the server's parameters, `train()` runs once, and the plan says what goes back. At
     the end each module holds its client's model. Clients start from the first Trainer's parameters.
 
     Args:
-        trainers: A Trainer for each client, by name: of transformers, or one that inherits from it, as TRL's do.
+        trainers: A Trainer for each client, by name: of transformers, or one that inherits from it, as TRL's do; or a
+            function that makes it, which a site calls only for its own name.
         method: A method: its name, a table with its name and options, or a `Method`.
         rounds: The number of rounds.
         folder: The run folder. Default: runs/LABEL-seed-N.
@@ -113,6 +101,10 @@ def federate(
     if resume and overwrite:
         raise OptionError("resume continues a run and overwrite deletes it; choose one")
     given = Path(folder) if folder else None
+    if is_read_as_config(federate):
+        first = {name: made(each) for name, each in islice(trainers.items(), 1)}
+        end_at_fit(federate, *config_for_sites(first, method, rounds, seed, test, tables, [*trainers], trainers))
+    trainers = {name: made(each) for name, each in trainers.items()}
     crew, experiment, place = assemble(trainers, method, rounds, seed, test, tables, given, resume)
     try:
         deque(recorded_rows(experiment, crew.carry_out, place, resume, overwrite), maxlen=0)
@@ -123,17 +115,15 @@ def federate(
     return load_run(place)
 
 
-def assemble(
+def settings_of(
     trainers: Mapping[str, Any],
     method: str | Mapping[str, Any] | Method,
     rounds: int,
     seed: int,
     test: Test | None,
     tables: Mapping[str, Any],
-    folder: Path | None,
-    resume: bool,
-) -> tuple[Crew, Experiment, Path]:
-    """Build and check all parts of a run, and return them with its folder. The arguments are those of `federate`."""
+) -> tuple[Method, dict[str, Any]]:
+    """Check Trainers, whose rows need not be here, and return the method and the config as nested dicts."""
     if not trainers:
         raise OptionError("there is no Trainer; give one for each client, by name")
     checks.check_tables(tables)
@@ -148,14 +138,68 @@ def assemble(
     for client, trainer in trainers.items():
         checks.check_steps(built, client, trainer)
     keep = bool(tables.get("training", {}).get("keep_optimizer", False))
-    training = {client: checks.training_of(trainer, keep) for client, trainer in trainers.items()}
-    steps = replace(next(iter(training.values())), steps=max(each.steps or 0 for each in training.values()))
     scored = any(trainer.eval_dataset is not None for trainer in trainers.values())
     filled = {
         "evaluate": {"every": int(test is not None), "personal_every": int(scored), **tables.get("evaluate", {})},
-        "training": {"keep_optimizer": keep, "optimizer": steps.optimizer, "momentum": steps.momentum},
+        "training": drop_none(asdict(checks.training_of(next(iter(trainers.values())), keep))),
     }
-    config = parse({"rounds": rounds, "seed": seed, **tables, "method": table, **filled})
+    return built, {"rounds": rounds, "seed": seed, **tables, "method": table, **filled}
+
+
+def config_for_sites(
+    trainers: Mapping[str, Any],
+    method: str | Mapping[str, Any] | Method,
+    rounds: int,
+    seed: int,
+    test: Test | None,
+    tables: Mapping[str, Any],
+    sites: Sequence[str],
+    named: Any,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config of a federation of sites, and the objects that it names. The first arguments are as before.
+
+    Args:
+        trainers: The Trainers that are built, of which the first says the settings.
+        method: The method.
+        rounds: The number of rounds.
+        seed: The seed.
+        test: The central test.
+        tables: Further tables.
+        sites: The names of all sites.
+        named: What the file calls by a name: the Trainer, or the dict of all.
+    """
+    if not sites:
+        raise OptionError("patch does not say which sites take part; add clients=['north', 'south']")
+    _, raw = settings_of(trainers, method, rounds, seed, test, tables)
+    about = {"name": TRAINER, "source": PREFIX}
+    own = {
+        "method": method_table(method),
+        "data": about if test is None else {**about, "test": getattr(test, "__name__", "")},
+        "model": about,
+        "split": {"name": "site", "sites": [*sites], "validation": 0.0, "test": 0.0},
+        "engine": {"device": "cpu"},  # of the server's arithmetic; a Trainer chooses its own
+    }
+    return {**raw, **own}, {"data": named, "model": named}
+
+
+def assemble(
+    trainers: Mapping[str, Any],
+    method: str | Mapping[str, Any] | Method,
+    rounds: int,
+    seed: int,
+    test: Test | None,
+    tables: Mapping[str, Any],
+    folder: Path | None,
+    resume: bool,
+) -> tuple[Crew, Experiment, Path]:
+    """Build and check all parts of a run, and return them with its folder. The arguments are those of `federate`."""
+    built, raw = settings_of(trainers, method, rounds, seed, test, tables)
+    for client, trainer in trainers.items():
+        checks.check_rows(client, trainer)
+    config = parse(raw)
+    keep = config.training.keep_optimizer
+    training = {client: checks.training_of(trainer, keep) for client, trainer in trainers.items()}
+    most = max(each.steps or each.epochs * checks.size_of(trainers[client]) for client, each in training.items())
     models = {client: TrainerModel(trainer.model) for client, trainer in trainers.items()}
     first, model = next(iter(models.items()))
     if not model.initial:
@@ -171,7 +215,7 @@ def assemble(
         split={"name": HANDED_OVER},
         model={"name": HANDED_OVER, "path": model.name},
         label=tables.get("label") or (built.name if unnamed else config.label),
-        training=steps,
+        training=replace(config.training, steps=max(1, most)),  # the server refuses more
     )
     config = HandedOver(**{item.name: getattr(config, item.name) for item in fields(Config)})
     federation = _federation({client: checks.size_of(trainer) for client, trainer in trainers.items()})
@@ -179,9 +223,9 @@ def assemble(
     secret = runner.restore_secret(config, place) if resume and _holds_run(place) else new_secret(config)
     run, guard = build_run(config, built, model, federation, Key(seed), secret)
     checks.check_plans(run, model, [*trainers])
-    metrics = [LOSS] if test is None else [_metric(name) for name in run_test(test, trainers[first])]
-    evaluator = OwnScores(tuple(dict.fromkeys([*metrics, LOSS])))
-    experiment = Experiment(config, torch.device("cpu"), run, model, federation, evaluator, guard)
+    experiment = Experiment(
+        config, torch.device("cpu"), run, model, federation, scores_of(test, trainers[first]), guard
+    )
     alone = len(trainers) == 1
     sites = {
         client: TrainerSite(client, trainer, models[client], training[client], alone)
@@ -242,8 +286,3 @@ def _federation(sizes: Mapping[str, int]) -> Federation:
     parts = [(rows, nothing, nothing) for rows in torch.arange(total).split([*sizes.values()])]
     task = Task(HANDED_OVER, Table({}, torch.zeros(total)), Table({}, torch.zeros(0)), (), kind=LM)
     return Federation(task, NamedClients([*sizes]), parts)
-
-
-def _metric(name: str) -> Metric:
-    less = any(part in name for part in ("loss", "perplexity", "error", "mse", "mae"))
-    return Metric(name, not less, not less)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,12 +15,13 @@ from typing import Any
 from partita.core.client import ClientError
 from partita.core.method import Method
 from partita.core.options import OptionError
+from partita.core.own_code import end_at_fit, is_read_as_config
 from partita.core.settings import RunError
 from partita.experiment.experiment import Experiment
 from partita.experiment.preview import preview_of
 from partita.record.row import Row
 from partita.trainers.engine import Crew, Order, Ranks, Test
-from partita.trainers.federation import assemble, put_last, recorded_rows
+from partita.trainers.federation import assemble, config_for_sites, put_last, recorded_rows
 
 
 class Closed(BaseException):
@@ -186,6 +187,7 @@ def patch(
     seed: int = 0,
     test: Test | None = None,
     resume: bool = False,
+    clients: Sequence[str] = (),
     **tables: Any,
 ) -> PatchedTrainer:
     """Make a Trainer the client of a federation, and print what trains, travels and stays.
@@ -193,6 +195,8 @@ def patch(
         client = partita.patch(trainer, method="fedsa-lora", rounds=3)
         while client.round():
             trainer.train()
+
+    In a file, this call is a config for sites, each of which trains the Trainer that the file makes there.
 
     Under torchrun, each process calls this with its own Trainer. The first one has the federation.
 
@@ -205,6 +209,7 @@ def patch(
         seed: The seed of the run.
         test: Returns the scores of a module, for the central test. Default: no central test.
         resume: If the folder holds this very run, continue it after its last finished round instead of failing.
+        clients: The names of all sites, if the file is a config for sites. Without effect when it is run.
         **tables: Tables of a config, as for `federate`.
 
     Raises:
@@ -215,6 +220,9 @@ def patch(
     if resume and not folder:
         raise OptionError("resume continues the run in a folder; name it with folder")
     given = Path(folder) if folder else None
+    if is_read_as_config(patch):
+        own = {name: trainer}
+        end_at_fit(patch, *config_for_sites(own, method, rounds, seed, test, tables, [*clients], trainer))
     crew, experiment, _ = assemble({name: trainer}, method, rounds, seed, test, tables, given, resume)
     return PatchedTrainer(crew, experiment, given, resume)
 

@@ -15,6 +15,7 @@ from flwr.clientapp import ClientApp
 
 from partita.core import serialization, tensors
 from partita.core.client import ClientError, Job
+from partita.core.own_code import CodeError
 from partita.core.plan import Plan
 from partita.core.rounds import ClientFailure
 from partita.core.tensors import Tensors
@@ -26,7 +27,6 @@ from partita.engines.flower.message_checks import check_reply, check_request, la
 from partita.engines.flower.messages import ErrorReply, SiteRequest
 from partita.engines.flower.secure_messages import Stage
 from partita.engines.flower.site import JobKind, Site
-from partita.engines.simulation import SimulationEngine
 from partita.storage import atomic_files
 from partita.storage.client_store import DiskStore
 
@@ -84,13 +84,13 @@ def aggregate_securely(stage: Stage, site: Site, content: RecordDict) -> RecordD
 
 def _train(site: Site, content: RecordDict) -> Update | ErrorReply:
     """Train for a job."""
-    request, plan, engine = _accept(site, content, "train")
+    request, plan, store = _accept(site, content, "train")
     copy = _read_copy(site, request)
     job = _job(site, request, plan, copy)
     if isinstance(job, ErrorReply):
         return job
     noise, masks = site.run.method.privacy, site.run.secure_aggregation
-    if (noise or masks) and not _may_answer(site, engine, job):
+    if (noise or masks) and not _may_answer(site, store, job):
         reuses = "answering again would reuse its noise, and " if noise else ""
         return ErrorReply(
             f"round {job.round} was already answered for another model; {reuses}the two answers together would reveal "
@@ -107,16 +107,17 @@ def _train(site: Site, content: RecordDict) -> Update | ErrorReply:
         # Save the copy before answering: the server assumes that a client holds everything it has answered to. If a
         # power cut damages it, the fingerprint of the next job differs, and the server sends everything again.
         atomic_files.write(site.folder / COPY, serialization.pack({"params": {**copy, **request.sent}}), sync=False)
-    [answer] = engine.train([job])
+    [answer] = site.engine(store).train([job])
     if isinstance(answer, ClientFailure):
         return ErrorReply(answer.reason)
+    assert isinstance(answer, Update)
     check_reply(answer, plan, site.client)
     return answer
 
 
 def evaluate(site: Site, content: RecordDict) -> RecordDict:
     """Answer an evaluation job with scores, or with an error reply."""
-    request, plan, engine = _accept(site, content, "evaluate")
+    request, plan, store = _accept(site, content, "evaluate")
     if site.run.method.privacy and site.run.method.adapt:
         return messages.encode_error(
             ErrorReply(f"{site.run.method.name} adapts to training examples before it is scored, without adding noise")
@@ -126,12 +127,12 @@ def evaluate(site: Site, content: RecordDict) -> RecordDict:
     job = _job(site, request, plan, _read_copy(site, request))
     if isinstance(job, ErrorReply):
         return messages.encode_error(job)
-    [(_, scores)] = engine.evaluate([job], None if request.part == "test" else request.part)
-    return messages.encode_scores(valid_scores(scores, site.evaluator))
+    scored = dict(site.engine(store).evaluate([job], None if request.part == "test" else request.part))
+    return messages.encode_scores(valid_scores(scored.get(site.client, {}), site.evaluator))
 
 
-def _accept(site: Site, content: RecordDict, kind: JobKind) -> tuple[SiteRequest, Plan, SimulationEngine]:
-    """Return the request, its plan, and an engine for this one client. Check everything before changing any file."""
+def _accept(site: Site, content: RecordDict, kind: JobKind) -> tuple[SiteRequest, Plan, DiskStore]:
+    """Return the request, its plan, and the store of this one client. Check everything before changing any file."""
     request = messages.decode_job(content, largest_job(site.model))
     # Hashing a large base takes seconds, so it is done for the first job of a session.
     recorded = answered_rounds.base_in_session(site.folder / SESSION, request.job_id.session)
@@ -147,20 +148,11 @@ def _accept(site: Site, content: RecordDict, kind: JobKind) -> tuple[SiteRequest
     # A store keeps what its last two commits need. No server checkpoint is older than `settled`, so commit it twice.
     store.commit(request.settled)
     store.commit(request.settled)
-    engine = SimulationEngine(
-        site.run,
-        site.model,
-        site,
-        device=site.device,
-        store=store,
-        availability=site.availability,
-        evaluator=site.evaluator,
-    )
-    return request, plan, engine
+    return request, plan, store
 
 
-def _may_answer(site: Site, engine: SimulationEngine, job: Job) -> bool:
-    state = engine.store.load(site.client, job.round)
+def _may_answer(site: Site, store: DiskStore, job: Job) -> bool:
+    state = store.load(site.client, job.round)
     request_fingerprint = answered_rounds.fingerprint(job, state, site.config, len(site.data.train), site.data_digest())
     return answered_rounds.claim(site.answered or site.folder / ANSWERED, job.round, request_fingerprint)
 
@@ -196,7 +188,8 @@ def _reply(message: Message, work: Callable[[], RecordDict], failed: Callable[[E
         failed(error)
         reason = error.reason if isinstance(error, ClientError) else str(error)
         origin = type(error).__module__
-        if origin.startswith("partita.data.") or not origin.startswith("partita."):
+        # An error in the user's own code is quoted in a CodeError.
+        if origin.startswith(("partita.data.", CodeError.__module__)) or not origin.startswith("partita."):
             logging.getLogger(__name__).exception("this message could not be answered")
             reason = f"failed with {type(error).__name__}; see the log of its SuperNode"
         content = messages.encode_error(ErrorReply(reason, fault=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -18,11 +19,13 @@ from partita.core.tensors import Names, Slots
 from partita.core.update import Update
 from partita.engines.flower.messages import JobId, MessageError, SiteRequest, Size, first_unknown, printable_line
 from partita.evaluation import Evaluator
-from partita.evaluation.evaluator import without_types
+from partita.evaluation.evaluator import OpenEvaluator, without_types
 from partita.record.metric import Metric
 
 MAX_ABS = 1e100  # largest number in a message: squares and sums of such numbers stay finite
 MAX_ENTRY_BYTES = 256  # size of a tensor's header entry without its name
+MAX_SCORES = 256  # in one message
+SCORE_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 MAX_SLOTS = 8  # that a server sends besides the parameters
 
 
@@ -68,14 +71,22 @@ def _size(model: Model, names: Iterable[str], copies: int, entries: int) -> Size
 
 def check_scores(scores: Mapping[str, float], evaluator: Evaluator) -> None:
     """Raise a MessageError if a score is of an unknown metric or out of range."""
-    metrics = {metric.name: metric for metric in evaluator.metrics}
+    if len(scores) > MAX_SCORES:
+        raise MessageError(f"sent {len(scores)} scores; it must be at most {MAX_SCORES}")
     for name, value in scores.items():
-        if name not in metrics:
-            raise MessageError(
-                f"sent a score for the unknown metric '{printable_line(name)}'; known metrics: {', '.join(metrics)}"
-            )
-        if not _is_valid_score(metrics[name], value):
-            raise MessageError(f"sent {value} for {name}; it must be {_range(metrics[name])}")
+        metric = _metric(evaluator, name)
+        if metric is None:
+            known = ", ".join(each.name for each in evaluator.metrics)
+            raise MessageError(f"sent a score for the unknown metric '{printable_line(name)}'; known metrics: {known}")
+        if not _is_valid_score(metric, value):
+            raise MessageError(f"sent {value} for {name}; it must be {_range(metric)}")
+
+
+def _metric(evaluator: Evaluator, name: str) -> Metric | None:
+    """Return the metric of a score; None if it is unknown. A Trainer names its scores itself."""
+    if isinstance(evaluator, OpenEvaluator) and SCORE_NAME.fullmatch(name):
+        return evaluator.named(name)
+    return next((metric for metric in evaluator.metrics if metric.name == name), None)
 
 
 def _is_valid_score(metric: Metric, value: float) -> bool:
@@ -94,8 +105,8 @@ def valid_scores(scores: Mapping[str, float], evaluator: Evaluator) -> dict[str,
 
     A diverged model may have others. Scores of single entity types stay at the site.
     """
-    metrics = {metric.name: metric for metric in evaluator.metrics}
-    return {name: value for name, value in without_types(scores).items() if _is_valid_score(metrics[name], value)}
+    metrics = {name: _metric(evaluator, name) for name in without_types(scores)}
+    return {name: scores[name] for name, metric in metrics.items() if metric and _is_valid_score(metric, scores[name])}
 
 
 def check_request(run: Run, model: Model, client: str, config: str, base: str, request: SiteRequest, done: int) -> Plan:

@@ -13,10 +13,13 @@ from partita.core.client import Job
 from partita.core.data import ClientData
 from partita.core.model import Model
 from partita.core.plan import Plan
+from partita.core.rounds import Engine
 from partita.core.settings import Run
 from partita.engines.availability import Availability
 from partita.engines.flower.messages import SiteRequest
+from partita.engines.simulation import SimulationEngine
 from partita.evaluation import Evaluator
+from partita.storage.client_store import ClientStore
 
 JobKind = Literal["train", "evaluate"]
 # Decides whether a site answers a valid job. It raises a ClientError if not, before the site changes any file.
@@ -46,6 +49,21 @@ class Site:
     consent: Consent = lambda kind, request, plan: None  # default: every valid job is answered
     peers: Sequence[str] = ()  # the names of all clients of the experiment
     key: Path | None = None  # the private SSH key with which the site signs its keys of secure aggregation
+    make_engine: Callable[[ClientStore], Engine] | None = None  # default: the model of partita trains
+
+    def engine(self, store: ClientStore) -> Engine:
+        """Return the engine that trains and scores this one client."""
+        if self.make_engine is not None:
+            return self.make_engine(store)
+        return SimulationEngine(
+            self.run,
+            self.model,
+            self,
+            device=self.device,
+            store=store,
+            availability=self.availability,
+            evaluator=self.evaluator,
+        )
 
     @property
     def clients(self) -> tuple[str, ...]:

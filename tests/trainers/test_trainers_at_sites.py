@@ -1,0 +1,116 @@
+"""A file with a Trainer at sites: each trains its own, and all give what one process with all Trainers gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flower_fixtures import FakeGrid, task_identity
+from flwr.app import Context, Message, RecordDict
+from helpers import max_difference, server_in
+from trainer_file_fixtures import FEDERATE, PATCH, SITES, federated, write_party, write_rows
+from trainer_fixtures import values_of
+
+from partita.core import tensors
+from partita.experiment import flower_app
+from partita.experiment.config import load
+from partita.record import file_names
+
+pytest.importorskip("accelerate", reason="transformers.Trainer needs it")
+__all__ = ["task_identity"]
+pytestmark = pytest.mark.filterwarnings("ignore:the number of examples of client")  # a server does not know it
+QUICK = {"deadline": 5.0, "clients": 3}
+
+
+def write_parties(folder: Path, text: str = PATCH, changes: Any = ()) -> Path:
+    """Write the folders of the server and of all sites. All have the config that the server's file makes."""
+    file = write_party(folder / "server", text)
+    with chdir(file.parent):
+        experiment = load(file, changes).to_toml(file.parent)
+    for party in ("server", *SITES):
+        write_party(folder / party, text, "" if party == "server" else party)
+        if "trainers = {" in text and party != "server":
+            write_rows(folder / party / f"{party}.jsonl", party)
+        (folder / party / "experiment.toml").write_text(experiment)
+    return folder
+
+
+def site_of(folder: Path, client: str) -> Callable[[Message], Message]:
+    """Every message builds the site anew, as in a separate process."""
+
+    def answer(message: Message) -> Message:
+        context = Context(1, message.metadata.dst_node_id, {}, RecordDict(), {})
+        context.node_config = {"client": client, "folder": str(folder / client / "state")}
+        with chdir(folder / client):
+            return flower_app.client(folder / client / "experiment.toml")(message, context)
+
+    return answer
+
+
+def serve(folder: Path, run: str = "run") -> list[dict[str, Any]]:
+    """Run the server, to which all sites are connected, and return the rows."""
+    grid = FakeGrid({place: site_of(folder, client) for place, client in enumerate(SITES, 10)})
+    with chdir(folder / "server"):
+        config = load(folder / "server" / "experiment.toml")
+        return list(flower_app.serve(grid, config, {"folder": str(folder / run), **QUICK}, "1"))
+
+
+def digest(folder: Path) -> str:
+    return str(json.loads((folder / file_names.RESULT).read_text())["digest"])
+
+
+@pytest.mark.parametrize("text", [PATCH, FEDERATE], ids=["patch", "federate"])
+@pytest.mark.fast_cases(1)
+def test_sites_give_the_digest_of_one_process(text: str, tmp_path: Path) -> None:
+    write_parties(tmp_path / "sites", text)
+    serve(tmp_path / "sites")
+    north = values_of(federated(tmp_path / "one")["north"])
+    assert tensors.equal(server_in(tmp_path / "sites" / "run").params, north)
+    assert digest(tmp_path / "sites" / "run") == digest(tmp_path / "one" / "run")
+
+
+def call(**more: Any) -> str:
+    """The text of the file, whose call has more arguments."""
+    method = repr(more.pop("method", "fedavg"))
+    said = "".join(f"{name}={value!r}, " for name, value in more.items())
+    return PATCH.replace('"fedavg", ', f"{method}, {said}")
+
+
+@pytest.mark.slow
+def test_the_central_test_is_the_servers(tmp_path: Path) -> None:
+    write_parties(tmp_path, call().replace("rounds=2", "rounds=2, test=score"), ["evaluate.personal_every=1"])
+    rows = serve(tmp_path)
+    assert rows[1]["test"].keys() == {"norm", "loss"}
+    assert rows[1]["personal"].keys() == {"loss"}
+    assert rows[1]["personal"]["loss"].keys() == {*SITES}
+    north = federated(tmp_path / "one")["north"]
+    assert north.model is not None
+    assert rows[1]["test"]["norm"] == pytest.approx(float(north.model.classifier.weight.detach().norm()))
+    assert rows[1]["personal"]["loss"]["north"] == pytest.approx(north.evaluate()["eval_loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [{"method": {"name": "fedper", "finetune": 0}}, {"training": {"keep_optimizer": True}},
+    {"privacy": {"unit": "client", "noise": 0.5, "clip": 0.1, "repeatable": True}}],
+    ids=["personal", "optimizer", "private"])  # fmt: skip
+def test_state_of_a_site_is_kept_between_messages(case: dict[str, Any], tmp_path: Path) -> None:
+    """A digest has the states of clients, which a server does not have: rounds and scores tell."""
+    write_parties(tmp_path, call(**case), [] if "privacy" in case else ["evaluate.personal_every=1"])
+    rows = serve(tmp_path)
+    federated(tmp_path / "one", **case)
+    alone = [json.loads(line) for line in (tmp_path / "one" / "run" / file_names.ROWS).read_text().splitlines()]
+    assert [row["train_loss"] for row in rows] == [row["train_loss"] for row in alone]
+    assert [row["personal"] for row in rows] == [row["personal"] for row in alone]
+
+
+@pytest.mark.slow
+def test_masked_updates_give_the_same_to_rounding(tmp_path: Path) -> None:
+    tables: dict[str, Any] = {"secure_aggregation": {"collusion": 0.0}, "federation": {"max_examples": 50}}
+    write_parties(tmp_path, call(**tables))
+    serve(tmp_path)
+    north = values_of(federated(tmp_path / "one", **tables)["north"])
+    assert max_difference(server_in(tmp_path / "run").params, north) < 1e-3
