@@ -16,7 +16,9 @@ from trainer_file_fixtures import FEDERATE, PATCH, SITES, federated, write_party
 from trainer_fixtures import values_of
 
 from partita.core import tensors
+from partita.engines.flower.local_deployment import deploy_locally
 from partita.experiment import flower_app
+from partita.experiment.builder import build
 from partita.experiment.config import load
 from partita.record import file_names
 
@@ -114,3 +116,75 @@ def test_masked_updates_give_the_same_to_rounding(tmp_path: Path) -> None:
     serve(tmp_path)
     north = values_of(federated(tmp_path / "one", **tables)["north"])
     assert max_difference(server_in(tmp_path / "run").params, north) < 1e-3
+
+
+LOOP = PATCH.replace("    client = ", "    for _ in range(2):\n        client = ").partition("    while")[0]
+REFUSED: dict[str, tuple[str, tuple[str, ...], str]] = {
+    # name: (file, changes, sentence)
+    "no clients": (PATCH.replace(", clients=", ", label='x', sampling={'name': 'uniform'}) #"), (),
+        r"OptionError: patch does not say which sites take part; add clients=\['north', 'south'\]"),
+    "two calls": (f"{PATCH}    partita.patch(trainer, rounds=1, clients=['north'])\n", (),
+        "federation.py calls patch more than once; leave one call"),
+    "a loop": (LOOP, (), "federation.py calls patch more than once; leave one call"),
+    "no guard": (PATCH.replace('if __name__ == "__main__":', "if True:"), (),
+        "CodeError: the file calls patch when it is loaded; put the call under"),
+    "no name": (PATCH.replace("partita.patch(trainer", "partita.patch(make()"), (),
+        "patch gets Trainers under no name of .*federation.py, so no other process can find it; give it a name"),
+    "method": (PATCH.replace('"fedavg"', '"moon"'), (), "MethodError: moon cannot run on a Trainer, because Moon"),
+    "privacy": (call(privacy={"noise": 1.0}), (), "OptionError: privacy.unit is 'example', which needs the gradient"),
+    "test": (call().replace("rounds=2", "rounds=2, test=lambda module: {}"), (), "has no function '<lambda>'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.fast_cases("no clients", "two calls")
+def test_wrong_files_are_refused_in_one_line(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, changes, sentence = REFUSED[case]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=sentence) as error:
+        build(load(write_party(tmp_path, text), changes))
+    assert "\n" not in str(error.value)
+
+
+OF_THE_CONFIG = {
+    "training.lr=0.5": "training.lr differs in the config and in the Trainer of the server",
+    "method.name=moon": "moon cannot run on a Trainer",
+    "method.name=scaffold": "ScaffoldClient is derived for sgd",
+    "method.name=fedrep": "fedrep",
+    "federation.attackers=1": "federation.attackers does not reach into a Trainer",
+    "evaluate.every=1": "evaluate.every needs a central test",
+    "evaluate.samples=2": "evaluate.samples",
+    "evaluate.validation_every=1": "no client has validation examples",
+    "privacy={noise = 1.0}": "privacy.unit is 'example'",
+    "engine.cache_frozen=true": "cache",
+    "training.group_by_length=true": "length",
+    "split.client=east": "'east', which is not in split.sites",
+    "model.adapter.rank=2": "adapter",
+    "split.test=0.2": "split.test does not reach into a Trainer",
+    "split={name = 'iid', clients = 2, test = 0.0, validation = 0.0}": "need 2, but trainer has 0",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", OF_THE_CONFIG)
+def test_settings_that_do_not_reach_a_trainer_are_refused(change: str, tmp_path: Path) -> None:
+    write_party(tmp_path)
+    with chdir(tmp_path), pytest.raises(ValueError, match=OF_THE_CONFIG[change]) as error:
+        build(load(tmp_path / "federation.py", [change]))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_flower_deployment_gives_the_digest_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sites find their rows beside the file by their names, because they share a machine and its folder."""
+    write_party(tmp_path, FEDERATE)
+    for site in SITES:
+        write_rows(tmp_path / f"{site}.jsonl", site)
+    monkeypatch.chdir(tmp_path)
+    app = flower_app.init(tmp_path / "app", tmp_path / "federation.py")
+    assert tuple(flower_app.population(app)) == SITES
+    with deploy_locally(SITES, tmp_path / "federation", flower_app.modules(app)) as federation:
+        federation.run(app, f'deadline=300.0 folder="{tmp_path / "there"}"')
+    north = values_of(federated(tmp_path / "one")["north"])
+    assert tensors.equal(server_in(tmp_path / "there").params, north)
+    assert digest(tmp_path / "there") == digest(tmp_path / "one" / "run")

@@ -123,6 +123,12 @@ class SiteModel(TrainerModel):
         checks.check_trainer(name, task.trainer)
         if task.client is not None:
             checks.check_rows(name, task.trainer)
+        if more := [key for key, value in config.split.items() if value and key not in ("sites", "client", "name")]:
+            raise OptionError(
+                f"split.{more[0]} does not reach into a Trainer; leave it out, and give it other examples"
+            )
+        if config.split["name"] != "site":
+            raise OptionError(f"split.name is '{config.split['name']}', but each site has a Trainer; set it to 'site'")
         own = ("federation", "evaluate", "stop")
         tables = {table: _changed(getattr(config, table)) for table in own if getattr(config, table) is not None}
         checks.check_tables({**tables, **({"privacy": {"unit": config.privacy.unit}} if config.privacy else {})})
