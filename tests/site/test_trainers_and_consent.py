@@ -55,7 +55,7 @@ def test_the_form_says_what_leaves_and_what_stays(tmp_path: Path) -> None:
     assert not form.refusals()
     text = form.to_text()
     assert "This site holds 6 training examples." in text
-    assert "rounds 0 to 1 send: embedding (bert.embeddings.LayerNorm.bias" in text
+    assert "rounds 0 to 1 send: embedding (bert.embeddings.position_embeddings.weight" in text
     assert "head (classifier.bias, classifier.weight" in text.partition("Never leave")[2]
     kit.site.policy_file.write_text('[leave]\nroles = ["attention"]\n')
     with pytest.raises(ValueError, match=r"custom code 'federation\.py': code in the policy does not list its digest"):

@@ -6,6 +6,7 @@ objects again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,29 +23,34 @@ class Given:
     Attributes:
         name: What a config calls it.
         value: The object.
+        digest_of: Computes the digest of its content; None if it does not change.
         config: The config of transformers of the model that a tokenizer is for, once it is known.
     """
 
     name: str
     value: Any = field(repr=False)
+    digest_of: Callable[[Any], str] | None = field(default=None, repr=False)
     config: Any = field(default=None, repr=False)
 
 
 _HANDED_OVER: WeakValueDictionary[str, Given] = WeakValueDictionary()
 
 
-def hand_over(value: Any, digest: str) -> Given:
+def hand_over(value: Any, digest_of: Callable[[Any], str], changes: bool = False) -> Given:
     """Let configs name an object.
 
     Args:
         value: The object.
-        digest: A digest of its content.
+        digest_of: Computes the digest of its content.
+        changes: Whether a program may change it later.
 
     Returns:
         The object with its name. Keep it, or the object cannot be found.
     """
-    given = Given(f"{PREFIX}{digest}", value)
-    return _HANDED_OVER.setdefault(given.name, given)
+    name = f"{PREFIX}{digest_of(value)}"
+    given = _HANDED_OVER.setdefault(name, Given(name, value, digest_of if changes else None))
+    given.value = value  # an earlier object of this content may have another one now
+    return given
 
 
 def is_given(path: object) -> bool:
@@ -59,6 +65,21 @@ def origin(path: str | None) -> str:
     value = given(path).value
     base = value.get_base_model() if hasattr(value, "get_base_model") else value
     return str(getattr(base, "name_or_path", None) or "")
+
+
+def unchanged(path: object) -> Any:
+    """Return the object that a path names, with the content that it had when it was handed over.
+
+    Raises:
+        OptionError: If this program has not handed it over, or has changed it since.
+    """
+    found = given(path)
+    if found.digest_of is not None and f"{PREFIX}{found.digest_of(found.value)}" != found.name:
+        raise OptionError(
+            f"the program has changed '{path}' since it handed it over, such as by training it in place; hand over a "
+            "copy: copy.deepcopy(model)"
+        )
+    return found.value
 
 
 def given(path: object) -> Given:

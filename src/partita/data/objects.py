@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from partita.core.given import Given, given, hand_over, is_given
+from partita.core.given import Given, hand_over, is_given, unchanged
 from partita.core.options import closest_match
 from partita.core.registry import options_by_name
 from partita.core.rng import Key
@@ -119,7 +119,7 @@ def from_dataset(data: Any, *, tokenizer: Any = None, kind: str | None = None, *
     for option, column in options.items():
         if option in COLUMNS and isinstance(column, str) and column not in _column_names(parts):
             raise DataError(f"the data has no column '{column}'; {closest_match(column, _column_names(parts))}")
-    rows = hand_over(parts, _digest_of(parts))
+    rows = hand_over(parts, _digest_of)
     held: tuple[Given, ...] = (rows,)
     reading = {"name": kind, "path": rows.name, **options}
     if tokenizer is not None:
@@ -128,7 +128,7 @@ def from_dataset(data: Any, *, tokenizer: Any = None, kind: str | None = None, *
                 f"the tokenizer is of type {type(tokenizer).__name__}; give one of transformers: "
                 "AutoTokenizer.from_pretrained(FOLDER OR ID)"
             )
-        used = hand_over(tokenizer, tokenizer_digest(tokenizer))
+        used = hand_over(tokenizer, tokenizer_digest)
         held, reading = (rows, used), {**reading, "tokenizer": used.name}
     return DataSource(reading, splitting, held)
 
@@ -138,23 +138,27 @@ def hand_over_rows(data: Any) -> Given:
     parts, _ = _parts(data)
     if isinstance(next(iter(parts.values())), Table):
         raise DataError("rows of tensors have no columns; give dicts with the columns of the run's data")
-    return hand_over(parts, _digest_of(parts))
+    return hand_over(parts, _digest_of)
 
 
 def from_task(task: Task) -> DataSource:
     """Return a task that a program built as data of a run."""
+    held = hand_over(task, _task_digest, changes=True)
+    return DataSource({"name": "object", "path": held.name}, held=(held,))
+
+
+def _task_digest(task: Task) -> str:
     digest = hashlib.blake2b(repr((task.kind.name, task.classes)).encode(), digest_size=16)
     for part in (task.train, task.test):
         digest.update(examples_digest(part).encode() if len(part) else b"")
     for name, values in sorted(task.columns.items()):
         digest.update(repr((name, values.tolist())).encode())
-    held = hand_over(task, digest.hexdigest())
-    return DataSource({"name": "object", "path": held.name}, held=(held,))
+    return digest.hexdigest()
 
 
 def given_task(path: str) -> Task:
     """A task that a program has handed over. It cannot be read from a file."""
-    task: Task = given(path).value
+    task: Task = unchanged(path)
     return task
 
 

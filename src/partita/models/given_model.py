@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from partita.core import tensors
-from partita.core.given import Given, given, hand_over
+from partita.core.given import Given, given, hand_over, unchanged
 from partita.core.tensors import Names, Tensors
 from partita.models import ModelError
 from partita.models.adapter_options import AdapterOptions, frozen_part
@@ -58,8 +58,7 @@ def hand_over_model(module: Any) -> Given:
     Raises:
         ModelError: If it is no such module, or its weights are quantized.
     """
-    peft = _peft_of(module)
-    base = module.get_base_model() if peft else module
+    base = module.get_base_model() if _peft_of(module) else module
     if not isinstance(base, PreTrainedModel):
         raise ModelError(f"the model is a {type(base).__name__}; give a PreTrainedModel of transformers")
     if getattr(base, "hf_quantizer", None) is not None or getattr(base, "is_quantized", False):
@@ -67,13 +66,19 @@ def hand_over_model(module: Any) -> Given:
             "the model's weights are quantized, and cannot be read as numbers; hand it over unquantized, and let "
             "partita store frozen weights in 4 bits under an adapter: model={'quantize': '4bit', 'adapter': {...}}"
         )
+    return hand_over(module, _digest_of, changes=True)
+
+
+def _digest_of(module: Any) -> str:
+    peft = _peft_of(module)
+    base = module.get_base_model() if peft else module
     state = hashlib.blake2b(digest_size=16)
     about = {key: value for key, value in base.config.to_dict().items() if not key.startswith("_")}
     state.update(f"{type(base).__name__}|{json.dumps(about, sort_keys=True, default=str)}".encode())
     if peft:
         state.update(json.dumps(module.active_peft_config.to_dict(), sort_keys=True, default=sorted).encode())
     state.update(tensors.digest({name: value.detach() for name, value in module.state_dict().items()}).encode())
-    return hand_over(module, state.hexdigest())
+    return state.hexdigest()
 
 
 def given_config(path: str) -> Any:
@@ -93,7 +98,7 @@ def copy_of_given(path: str, config: Any, wanted: type[Any]) -> Any:
     Raises:
         ModelError: If it has another class or another number of outputs.
     """
-    module = given(path).value
+    module = unchanged(path)
     base = module.get_base_model() if _peft_of(module) else module
     if not isinstance(base, wanted):
         raise ModelError(

@@ -15,7 +15,7 @@ import torch
 
 from partita.core import serialization, tensors
 from partita.core.data import Examples
-from partita.core.given import Given, given, hand_over
+from partita.core.given import Given, hand_over, unchanged
 from partita.core.model import Output
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
@@ -69,13 +69,18 @@ def hand_over_module(module: torch.nn.Module, loss: Loss | None = None) -> Given
             )
     if not any(value.requires_grad for value in module.parameters()):
         raise ModelError("no parameter of the model requires a gradient, so nothing would train")
+    return hand_over((module, loss), _digest_of, changes=True)
+
+
+def _digest_of(handed: tuple[torch.nn.Module, Loss | None]) -> str:
+    module, loss = handed
     state = hashlib.blake2b(digest_size=16)
     for code in (type(module), loss):
         state.update(f"{getattr(code, '__qualname__', code)}|".encode())
         with suppress(OSError, TypeError):  # typed into a shell, or not written in Python
             state.update(inspect.getsource(code).encode() if code is not None else b"")
     state.update(tensors.digest({name: value.detach() for name, value in module.state_dict().items()}).encode())
-    return hand_over((module, loss), state.hexdigest())
+    return state.hexdigest()
 
 
 def module(task: TaskInfo, key: Key, *, path: str) -> PlainModel:
@@ -84,7 +89,7 @@ def module(task: TaskInfo, key: Key, *, path: str) -> PlainModel:
     It is called with the input of an example, or with several by name, and returns logits, (example, ...). Parameters
     that do not require a gradient never train or travel.
     """
-    handed, loss = given(path).value
+    handed, loss = unchanged(path)
     module = copy.deepcopy(handed).to(device="cpu")
     trained = [name for name, value in module.named_parameters() if value.requires_grad]
     tags = _tags(module)

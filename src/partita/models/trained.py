@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from partita.core.given import given, is_given
+from partita.core.given import given, is_given, unchanged
 from partita.core.model import Model
 from partita.core.tensors import Tensors
 from partita.models import ModelError
@@ -46,7 +46,7 @@ def trained_module(model: Model, params: Tensors, path: str | None) -> Any:
                 model.save_pretrained(params, folder)
                 from peft import PeftModel
 
-                return PeftModel.from_pretrained(copy.deepcopy(given(path).value).unload(), folder)
+                return PeftModel.from_pretrained(copy.deepcopy(unchanged(path)).unload(), folder)
             model.save_merged(params, folder)
         else:
             model.save_pretrained(params, folder)
