@@ -56,7 +56,7 @@ def test_the_form_says_what_leaves_and_what_stays(tmp_path: Path) -> None:
     text = form.to_text()
     assert "This site holds 6 training examples." in text
     assert "rounds 0 to 1 send: embedding (bert.embeddings.position_embeddings.weight" in text
-    assert "head (classifier.bias, classifier.weight" in text.partition("Never leave")[2]
+    assert "head (bert.pooler.dense.bias" in text.partition("Never leave")[2]
     kit.site.policy_file.write_text('[leave]\nroles = ["attention"]\n')
     with pytest.raises(ValueError, match=r"custom code 'federation\.py': code in the policy does not list its digest"):
         consent_form(kit.site)

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from flower_fixtures import FakeGrid, task_identity
 from flwr.app import Context, Message, RecordDict
 from helpers import max_difference, server_in
 from trainer_file_fixtures import FEDERATE, PATCH, SITES, federated, write_party, write_rows
 from trainer_fixtures import values_of
 
+import partita
 from partita.core import tensors
 from partita.engines.flower.local_deployment import deploy_locally
 from partita.experiment import flower_app
@@ -93,6 +95,10 @@ def test_the_central_test_is_the_servers(tmp_path: Path) -> None:
     assert north.model is not None
     assert rows[1]["test"]["norm"] == pytest.approx(float(north.model.classifier.weight.detach().norm()))
     assert rows[1]["personal"]["loss"]["north"] == pytest.approx(north.evaluate()["eval_loss"])
+    run = partita.load_run(tmp_path / "run")
+    assert torch.equal(run.model().classifier.weight, north.model.classifier.weight.cpu())
+    with pytest.raises(ValueError, match=r"belongs to a Trainer; save the copy that partita\.load_run"):
+        run.export(tmp_path / "model")
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from partita.models.functional import FunctionalModel, without_logs
 from partita.models.loading import tokenizer_of
 from partita.models.peft_adapters import AdaptedModel
 from partita.models.prompts.export import has_prompts, save_prompts
+from partita.models.trained import CopiesModule
 from partita.storage.safe_text import path_component
 
 SHARED, CLIENTS, DIFFERENCE, INDEX = "shared", "clients", "difference.safetensors", "clients.json"
@@ -137,6 +138,10 @@ def form_of(recorded: RecordedModel, merge: bool = False) -> Form:
         return "model"
     if has_prompts(model):
         return "prompts"
+    if isinstance(model, CopiesModule):
+        raise ExportError(
+            f"{model.name} belongs to a Trainer; save the copy that partita.load_run(FOLDER).model() returns"
+        )
     raise ExportError(f"{model.name} is no model of transformers, so there is nothing to export")
 
 

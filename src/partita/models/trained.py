@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import transformers
 
@@ -16,6 +16,15 @@ from partita.models import ModelError
 from partita.models.functional import FunctionalModel, without_logs
 from partita.models.peft_adapters import AdaptedModel
 from partita.models.plain import PlainModel
+
+
+@runtime_checkable
+class CopiesModule(Protocol):
+    """A model of a module that another program runs."""
+
+    def trained(self, params: Tensors) -> Any:
+        """Return a copy of the module with these parameters."""
+        ...
 
 
 def trained_module(model: Model, params: Tensors, path: str | None) -> Any:
@@ -32,6 +41,8 @@ def trained_module(model: Model, params: Tensors, path: str | None) -> Any:
     Raises:
         ModelError: If it is no module of transformers, PEFT or the user.
     """
+    if isinstance(model, CopiesModule):
+        return model.trained(params)
     if isinstance(model, PlainModel):
         module = copy.deepcopy(given(path).value[0])
         with model.installed(params):

@@ -28,7 +28,7 @@ class TrainerModel(Model):
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        config = getattr(module, "config", None)
+        config, self.module = getattr(module, "config", None), module
         self.name = getattr(config, "name_or_path", "") or type(_base(module)).__name__
         self.parameters = named_parameters(module)
         tags = _tags(module, self.parameters)
@@ -39,6 +39,15 @@ class TrainerModel(Model):
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         raise TagError(f"{self.name} belongs to a Trainer, which runs it; partita cannot call it")
+
+    def trained(self, params: Tensors) -> torch.nn.Module:
+        """Return a copy of the module with these parameters."""
+        module = copy.deepcopy(self.module).eval()
+        named = named_parameters(module)
+        with torch.no_grad():
+            for name, value in params.items():
+                named[name].copy_(value)
+        return module
 
     def frozen_weights(self) -> Tensors:
         return {name: self.parameters[name].detach().cpu() for name in self.frozen_tags}
