@@ -80,12 +80,12 @@ def write_party(folder: Path, text: str = PATCH, site: str = "") -> Path:
     return folder / "federation.py"
 
 
-def federated(folder: Path, method: Any = "fedavg", **more: Any) -> dict[str, Trainer]:
+def federated(folder: Path, method: Any = "fedavg", rounds: int = 2, **more: Any) -> dict[str, Trainer]:
     """Train the three Trainers in one process, in `folder/run`, and return them."""
     file = write_party(folder)
     make = load_module(Reference(str(file), "make")).make
     for site in SITES:
         write_rows(folder / f"{site}.jsonl", site)
     trainers = {site: make(folder / f"{site}.jsonl") for site in SITES}
-    partita.federate(trainers, method, rounds=2, folder=folder / "run", **more)
+    partita.federate(trainers, method, rounds=rounds, folder=folder / "run", **more)
     return trainers

@@ -11,7 +11,10 @@ from flower_fixtures import ANY_SIZE, task_identity
 from flwr.app import RecordDict
 from site_fixtures import SiteKit, refused
 from trainer_file_fixtures import PATCH, write_party
+from trainer_fixtures import values_of
 
+from partita.core import tensors
+from partita.core.own_code import Reference, load_module
 from partita.engines.flower import messages
 from partita.experiment.config import load
 from partita.site.form import ConsentForm
@@ -42,10 +45,13 @@ def order(kit: SiteKit) -> RecordDict:
 
 def test_the_site_trains_and_logs_what_leaves(tmp_path: Path) -> None:
     kit = write_kit(tmp_path)
+    initial = kit.terms.experiment.model.initial
     update = messages.decode_update(kit.send(order(kit)), messages.decode_job_id(order(kit), "job"), ANY_SIZE)
     assert update.weight == 6
-    assert update.delta.keys() == kit.terms.experiment.model.initial.keys()
+    assert update.delta.keys() == initial.keys()
     assert kit.kinds() == ["left"]
+    trainer = load_module(Reference(str(tmp_path / "federation.py"), "trainer")).trainer
+    assert tensors.equal(values_of(trainer), initial), "the next message finds the Trainer as it was made"
 
 
 @pytest.mark.slow

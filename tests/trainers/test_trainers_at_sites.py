@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from trainer_fixtures import values_of
 
 import partita
 from partita.core import tensors
+from partita.core.client import ClientError
 from partita.engines.flower.local_deployment import deploy_locally
 from partita.experiment import flower_app
 from partita.experiment.builder import build
@@ -55,12 +56,17 @@ def site_of(folder: Path, client: str) -> Callable[[Message], Message]:
     return answer
 
 
-def serve(folder: Path, run: str = "run") -> list[dict[str, Any]]:
-    """Run the server, to which all sites are connected, and return the rows."""
+def rounds(folder: Path, run: str = "run", session: str = "1") -> Iterator[dict[str, Any]]:
+    """Start the server, to which all sites are connected, or let it go on; yield the rows."""
     grid = FakeGrid({place: site_of(folder, client) for place, client in enumerate(SITES, 10)})
     with chdir(folder / "server"):
         config = load(folder / "server" / "experiment.toml")
-        return list(flower_app.serve(grid, config, {"folder": str(folder / run), **QUICK}, "1"))
+        yield from flower_app.serve(grid, config, {"folder": str(folder / run), **QUICK}, session)
+
+
+def serve(folder: Path) -> list[dict[str, Any]]:
+    """Run the server to its end."""
+    return list(rounds(folder))
 
 
 def digest(folder: Path) -> str:
@@ -68,11 +74,12 @@ def digest(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("text", [PATCH, FEDERATE], ids=["patch", "federate"])
-@pytest.mark.fast_cases(1)
-def test_sites_give_the_digest_of_one_process(text: str, tmp_path: Path) -> None:
-    write_parties(tmp_path / "sites", text)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.fast_cases("1-patch")
+def test_sites_give_the_digest_of_one_process(count: int, text: str, tmp_path: Path) -> None:
+    write_parties(tmp_path / "sites", text, [f"rounds={count}", "evaluate.personal_every=0"])
     serve(tmp_path / "sites")
-    north = values_of(federated(tmp_path / "one")["north"])
+    north = values_of(federated(tmp_path / "one", rounds=count, evaluate={"personal_every": 0})["north"])
     assert tensors.equal(server_in(tmp_path / "sites" / "run").params, north)
     assert digest(tmp_path / "sites" / "run") == digest(tmp_path / "one" / "run")
 
@@ -194,3 +201,24 @@ def test_a_flower_deployment_gives_the_digest_of_one_process(tmp_path: Path, mon
     north = values_of(federated(tmp_path / "one")["north"])
     assert tensors.equal(server_in(tmp_path / "there").params, north)
     assert digest(tmp_path / "there") == digest(tmp_path / "one" / "run")
+
+
+@pytest.mark.slow
+def test_an_error_in_the_file_is_not_quoted(tmp_path: Path) -> None:
+    text = FEDERATE.replace("    torch.manual_seed(0)\n", "    for row in rows:\n        raise KeyError('patient 7')\n")
+    write_parties(tmp_path, text)
+    with pytest.raises(ClientError, match="failed with CodeError; see the log") as error:
+        serve(tmp_path)
+    assert "patient" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_killed_server_goes_on(tmp_path: Path) -> None:
+    case = {"training": {"keep_optimizer": True}}
+    write_parties(tmp_path, call(**case))
+    killed = rounds(tmp_path)
+    next(killed)
+    killed.close()
+    assert [row["round"] for row in rounds(tmp_path, session="2")] == [1]
+    north = federated(tmp_path / "one", **case)["north"]
+    assert tensors.equal(server_in(tmp_path / "run").params, values_of(north))
