@@ -10,6 +10,8 @@ import pytest
 from flower_fixtures import ANY_SIZE, task_identity
 from flwr.app import RecordDict
 from site_fixtures import SiteKit, refused
+from site_kit_fixtures import GROUP
+from site_kit_fixtures import write_kit as write_group
 from trainer_file_fixtures import PATCH, write_party
 from trainer_fixtures import values_of
 
@@ -114,3 +116,15 @@ def test_forks_find_the_libraries_and_the_file_loaded(tmp_path: Path, monkeypatc
     monkeypatch.setattr("partita.site.program.import_module", loaded.append)
     prepare_forks(kit.site)
     assert {"transformers.trainer", "transformers.models.bert.modeling_bert", "partita.trainers.at_sites"} <= {*loaded}
+
+
+@pytest.mark.slow
+def test_the_kit_of_a_group_has_the_file(tmp_path: Path) -> None:
+    text = PATCH.replace(', "west"', "")
+    file = write_party(tmp_path, text)
+    with chdir(tmp_path):
+        experiment = load(file, ["federation.max_examples=100"]).to_toml(tmp_path)
+    parties = write_group(tmp_path, GROUP.replace('data = "/srv/data/north"\n', ""), experiment=experiment)
+    for party in ("north", "south", "server"):
+        assert (parties / party / "code" / "federation.py").read_text() == text
+    assert "/srv/data/south" in (parties / "south" / "compose.yaml").read_text()

@@ -221,7 +221,7 @@ class Group:
         for site in self.site:
             if reads_path(config) and not site.data:
                 raise SiteError(f"the site '{site.name}' has no data; say where its rows are, as data = '/srv/data'")
-            if "path" not in config.data and site.data:
+            if "path" not in config.data and "data" not in config.objects and site.data:
                 raise SiteError(
                     f"the site '{site.name}' has data = '{site.data}', but data.name = '{config.data['name']}' reads "
                     "no path; leave it out"
