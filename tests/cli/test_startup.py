@@ -15,6 +15,7 @@ import pytest
 from example_fixtures import write_encoder
 
 import partita
+from partita.cli.lazy_imports import top_level_packages
 from partita.experiment.gc_freeze import importing
 
 SLOW_LIBRARIES = [
@@ -178,6 +179,28 @@ def test_a_lazy_package_that_fails_says_why_each_time(tmp_path: Path) -> None:
     code += "for _ in range(2):\n    try:\n        import broken; broken.name\n"
     code += "    except ModuleNotFoundError as error:\n        print(error.name)\n"
     assert loaded_lazily(code).split() == ["not_there_at_all"] * 2
+
+
+def test_installed_packages_are_listed_as_by_importlib() -> None:
+    found = {name: sorted(owners) for name, owners in top_level_packages().items()}
+    assert found.items() >= {name: sorted(each) for name, each in metadata.packages_distributions().items()}.items()
+
+
+@pytest.mark.slow
+def test_a_command_finds_the_models_and_the_libraries_that_transformers_finds() -> None:
+    asked = (
+        "from pathlib import Path\nfrom transformers.utils import import_utils as names\n"
+        "found = names.define_import_structure(Path(names.__file__).parents[1] / 'models')\n"
+        "print(sorted((sorted(k), sorted((m, sorted(n)) for m, n in v.items())) for k, v in found.items()))\n"
+        "print(names._is_package_available('PIL', True), names.is_accelerate_available())"
+    )
+    light = "from partita.cli.lazy_imports import lighten_transformers as light; light()\n"
+    plain, lightened = (
+        subprocess.run([sys.executable, "-c", code + asked], capture_output=True, text=True, timeout=120, check=True)
+        for code in ("", light)
+    )
+    assert "modeling_bert" in plain.stdout
+    assert lightened.stdout == plain.stdout
 
 
 def test_type_checking_imports_match_the_lazy_exports() -> None:

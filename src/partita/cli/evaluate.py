@@ -71,7 +71,10 @@ def evaluate(
     chosen = parse_round(round)
     _check_out(out)
     run_folder.require_model(folder)
-    from partita.experiment.evaluate import Options, evaluate_folder
+    from partita.experiment.gc_freeze import importing
+
+    with importing():
+        from partita.experiment.evaluate import Options, evaluate_folder
 
     options = Options(
         data=data,

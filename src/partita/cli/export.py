@@ -64,9 +64,12 @@ def export(
     from partita.experiment import run_folder
 
     run_folder.require_run(run)
-    from partita.experiment import export as exporting
-    from partita.experiment import hub_push
-    from partita.experiment.recorded_model import load_recorded_model
+    from partita.experiment.gc_freeze import importing
+
+    with importing():
+        from partita.experiment import export as exporting
+        from partita.experiment import hub_push
+        from partita.experiment.recorded_model import load_recorded_model
 
     exporting.refuse_existing(folder)
     if push is not None:

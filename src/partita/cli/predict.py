@@ -47,7 +47,10 @@ def predict(
 
     run_folder.require_model(folder)
     check_file(file)
-    from partita.experiment.predict import Cut, Options, predict_file
+    from partita.experiment.gc_freeze import importing
+
+    with importing():
+        from partita.experiment.predict import Cut, Options, predict_file
 
     chosen = tuple(name.strip() for name in columns.split(",")) if columns else ()
     options = Options(
