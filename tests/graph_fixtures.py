@@ -41,7 +41,7 @@ def small_vit_run(
     task = data.load("synthetic", key, examples=90, size=8, channels=1)
     federation = data.split(task, "dirichlet", clients=5, alpha=0.5, key=key)
     model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
-    settings = Training(1e-2, optimizer, batch_size=4, **training)  # type: ignore[arg-type]
+    settings = Training(1e-2, optimizer, **{"batch_size": 4, **training})  # type: ignore[arg-type]
     return Run(methods.build(method), settings, count, key, FederationSettings(4)), model, federation
 
 

@@ -192,8 +192,8 @@ def test_no_hostile_reply_stops_any_kind_of_method(name: str) -> None:
 @pytest.mark.parametrize("place", [0, 2], ids=["first", "last"])
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "client-level", "client-level, narrowed"])
 def test_place_of_the_hostile_reply_does_not_matter(name: str, place: int) -> None:
-    found = Counter(outcome_of(name, case, place) for case in CASES)
-    assert found["refused"] > 100
+    found = Counter(outcome_of(name, case, place) for case in CASES[place // 2 :: 2])  # of all, one half at each place
+    assert found["refused"] > 50
 
 
 def test_first_reply_does_not_decide_which_names_others_may_send() -> None:

@@ -43,7 +43,7 @@ def assert_resolves_to_itself(raw: Raw) -> None:
 @pytest.mark.slow
 def test_any_config_is_accepted_or_refused_in_one_line() -> None:
     @given(configs())
-    @settings(FUZZ, max_examples=1500)
+    @settings(FUZZ, max_examples=600)
     def check(raw: Raw) -> None:
         refusal(lambda: assert_resolves_to_itself(raw))
 
@@ -53,7 +53,7 @@ def test_any_config_is_accepted_or_refused_in_one_line() -> None:
 @pytest.mark.slow
 def test_any_experiment_is_built_or_refused_in_one_line(small_machine: None) -> None:
     @given(experiments())
-    @settings(FUZZ, max_examples=400)
+    @settings(FUZZ, max_examples=200)
     def check(raw: Raw) -> None:
         refusal(lambda: builder.build(parse(raw)))
 
@@ -65,7 +65,7 @@ def test_any_tiny_run_finishes_or_is_refused_in_one_line(
     small_machine: None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     @given(experiments(small=True))
-    @settings(FUZZ, max_examples=100)
+    @settings(FUZZ, max_examples=60)
     def check(raw: Raw) -> None:
         refusal(lambda: list(start(parse(raw), tmp_path_factory.mktemp("run"))))
 
@@ -112,7 +112,7 @@ def test_any_override_is_accepted_or_refused_in_one_line(tmp_path: Path) -> None
             max_size=3,
         )
     )
-    @settings(FUZZ, max_examples=1000)
+    @settings(FUZZ, max_examples=500)
     def check(changes: list[str]) -> None:
         refusal(lambda: load(file, changes))
 
@@ -129,7 +129,7 @@ def test_any_method_list_is_expanded_or_refused_in_one_line(tmp_path: Path) -> N
     )
 
     @given(st.lists(specs | texts(), max_size=3).map(",".join), st.sampled_from([1, 2, 0, -1, 10**12]))
-    @settings(FUZZ, max_examples=600)
+    @settings(FUZZ, max_examples=300)
     def check(methods: str, seeds: int) -> None:
         refusal(lambda: expand(file, (), methods, seeds, tmp_path / "out"))
 

@@ -481,7 +481,7 @@ def test_a_run_survives_kill_9(tmp_path: Path) -> None:
     script = f"""
 import sys; sys.path[:0] = {sys.path!r}
 from fitting.test_fit import *
-pt.fit(bert(), reviews(), folder={str(tmp_path / "run")!r}, **{{**SMALL, "rounds": 40}})
+pt.fit(bert(), reviews(), folder={str(tmp_path / "run")!r}, **{{**SMALL, "rounds": 20}})
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
     process = subprocess.Popen([sys.executable, "-c", script], env=environment)
@@ -493,7 +493,7 @@ pt.fit(bert(), reviews(), folder={str(tmp_path / "run")!r}, **{{**SMALL, "rounds
         time.sleep(0.005)
     process.kill()
     assert process.wait() == -signal.SIGKILL  # and not finished before
-    whole = pt.fit(bert(), reviews(), folder=tmp_path / "whole", **{**SMALL, "rounds": 40})
+    whole = pt.fit(bert(), reviews(), folder=tmp_path / "whole", **{**SMALL, "rounds": 20})
     done = pt.load_run(tmp_path / "run", model=bert(), data=reviews()).resume(progress=False)
-    assert len(done.rows) == 40
+    assert len(done.rows) == 20
     assert digest(done.folder) == digest(whole.folder)

@@ -224,7 +224,7 @@ def test_processes_load_the_objects_again(file: Path, run_partita: Shell) -> Non
         assert code == 0, errors
     assert digest(Path("with-1")) == digest(Path("with-2"))
     code, _, errors = run_partita(
-        "compare", "--config", file, "--methods", "fedavg,fedprox(mu=0.1)", "--seeds", 2, "--out", "both", "--quiet"
+        "compare", "--config", file, "--methods", "fedavg,fedprox(mu=0.1)", "--out", "both", "--quiet"
     )
     assert code == 0, errors
 

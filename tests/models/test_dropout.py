@@ -310,12 +310,31 @@ def test_classes_are_those_of_torch_and_transformers_where_nothing_is_dropped() 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, when it loads its compiler
 def test_compiled_model_draws_the_same_masks() -> None:
+    """Traced as a full graph; the code that the compiler writes for a mask is below."""
     model = make_model("bert-text", sizes={"num_hidden_layers": 1})
     params, (inputs, _) = perturbed(model.initial), batch_of("bert-text", model)
-    compiled = torch.compile(lambda given: model(params, given).logits, fullgraph=True)
+    compiled = torch.compile(lambda given: model(params, given).logits, fullgraph=True, backend="eager")
     expected = model(params, with_seeds(inputs)).logits
     assert torch.allclose(compiled(with_seeds(inputs)), expected, atol=1e-5)
     other = with_seeds(inputs, SEEDS.flip(0))
     assert torch.allclose(compiled(other), model(params, other).logits, atol=1e-5)
     assert not torch.allclose(compiled(other), expected, atol=1e-2)
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_compiled_code_draws_the_same_masks() -> None:
+    module = nn.Sequential(nn.Dropout(0.5))
+    draws = use_keyed_dropout(module)
+    assert draws is not None
+
+    def masks(seeds: Tensor) -> Tensor:
+        with draws.using(seeds):
+            return torch.as_tensor(module(torch.ones(4, 64)))
+
+    assert (masks(SEEDS) == 0).any()
+    compiled = torch.compile(masks, fullgraph=True)
+    for seeds in (SEEDS, SEEDS.flip(0)):
+        assert torch.equal(compiled(seeds), masks(seeds))
     torch.compiler.reset()

@@ -29,11 +29,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 
 def test_own_method_data_metric_and_server_rule(tmp_path: Path, installed: Mapping[str, str]) -> None:
     lab = tmp_path / "lab"
-    write_own_code(lab, CONFIG.replace("rounds = 3", "rounds = 40"))
+    write_own_code(lab, CONFIG.replace("rounds = 3", "rounds = 12"))
     # Every round takes a moment, so that there is time to kill the run.
     (lab / "mine.py").write_text(
         MINE.replace(
-            "def track(row: Any) -> None:\n", "def track(row: Any) -> None:\n        __import__('time').sleep(0.05)\n"
+            "def track(row: Any) -> None:\n", "def track(row: Any) -> None:\n        __import__('time').sleep(0.2)\n"
         )
     )
 
