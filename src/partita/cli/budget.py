@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from partita.privacy.budget import Forecast
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this file to the app."""
-    app.command()(budget)
-
-
 def budget(
     config: Annotated[
         Path | None,

@@ -33,11 +33,6 @@ VERDICTS = ("yes", "no", "not applicable", "not tested")
 WIDTH = max(map(len, VERDICTS))
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this file to the app."""
-    app.command()(check)
-
-
 def check(
     name: Annotated[
         str | None,

@@ -12,11 +12,6 @@ from partita.cli.options import Changes, TrustCode, look
 from partita.storage.safe_text import printable
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this file to the app."""
-    app.command()(config)
-
-
 def config(
     file: Annotated[
         Path | None,

@@ -30,12 +30,6 @@ ModelPath = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file to the app."""
-    for command in (init, data, options):
-        app.command()(command)
-
-
 def init(
     data: Annotated[
         str | None, typer.Option("--data", help="Data: a file, a folder, a Hub id, or 'digits'. Default: digits.")

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 SHOWN_CLASSES = 12  # larger confusion matrices are in the JSON only
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this file to the app."""
-    app.command()(evaluate)
-
-
 def evaluate(
     folder: Annotated[Path, typer.Argument(help="Run folder, or folder that 'partita export' wrote.")],
     data: Annotated[

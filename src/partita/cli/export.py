@@ -17,11 +17,6 @@ WHAT = {"model": "a folder of transformers", "adapter": "an adapter of PEFT", "p
 GENERATES = ("lm", "chat", "choice")  # kinds that lm-evaluation-harness reads
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this file to the app."""
-    app.command()(export)
-
-
 def export(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
     round: Annotated[

@@ -14,22 +14,19 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from partita.cli import budget as budget_command
-from partita.cli import check as check_command
-from partita.cli import compare as compare_command
-from partita.cli import config as config_command
-from partita.cli import configs, describe, flower, new, site_doctor, sites
-from partita.cli import evaluate as evaluate_command
-from partita.cli import export as export_command
-from partita.cli import model as model_command
-from partita.cli import predict as predict_command
+from partita.cli import describe, flower, site_doctor, sites
 from partita.cli import site as site_command
-from partita.cli import split as split_command
-from partita.cli import tune as tune_command
-from partita.cli import watch as watch_command
-from partita.cli.compare import print_comparison
+from partita.cli.budget import budget
+from partita.cli.check import check
+from partita.cli.compare import compare, print_comparison
 from partita.cli.completion import complete_method
+from partita.cli.config import config
+from partita.cli.configs import data, init, options
+from partita.cli.evaluate import evaluate
+from partita.cli.export import export
 from partita.cli.lazy_imports import import_lazily, lighten_transformers
+from partita.cli.model import model
+from partita.cli.new import new
 from partita.cli.options import (
     Changes,
     ConfigFile,
@@ -47,8 +44,12 @@ from partita.cli.options import (
     verbosity_of,
     with_rounds,
 )
+from partita.cli.predict import predict
 from partita.cli.progress import follow
+from partita.cli.split import split
 from partita.cli.stopping import Stopped, stop_on_signals
+from partita.cli.tune import tune
+from partita.cli.watch import watch
 from partita.record import file_names
 from partita.storage.safe_text import printable
 
@@ -63,18 +64,8 @@ describe.register_site(site_command.app)
 describe.register_sites(sites.app)
 app.add_typer(site_command.app, name="site")
 app.add_typer(sites.app, name="sites")
-configs.register(app)
-budget_command.register(app)
-check_command.register(app)
-config_command.register(app)
-model_command.register(app)
-evaluate_command.register(app)
-export_command.register(app)
-new.register(app)
-predict_command.register(app)
-watch_command.register(app)
-split_command.register(app)
-tune_command.register(app)
+for each in (init, data, options, budget, check, config, model, evaluate, export, new, predict, watch, split, tune):
+    app.command()(each)
 
 
 def _print_version(asked: bool) -> None:
@@ -193,7 +184,7 @@ def plan(
     print(json.dumps(shown.to_json(), indent=1) if as_json else shown.to_text())
 
 
-app.command()(compare_command.compare)
+app.command()(compare)
 
 
 @app.command()

@@ -8,11 +8,6 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this file to the app."""
-    app.command()(model)
-
-
 def model(
     path: Annotated[str, typer.Argument(help="Folder written by save_pretrained, or Hugging Face Hub id.")],
     task: Annotated[

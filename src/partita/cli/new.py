@@ -22,11 +22,6 @@ FILES = ("{}.py", "{}.md", "test_{}.py", "{}.toml")
 CHECKS: dict[Kind, str] = {"method": "", "task": " --kind data", "model": " --kind model"}
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this file to the app."""
-    app.command()(new)
-
-
 def new(
     kind: Annotated[Kind, typer.Argument(help="What to write.")],
     name: Annotated[str, typer.Argument(help="Its name, in lower case, such as fedmine. It also names the files.")],

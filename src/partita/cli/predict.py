@@ -17,11 +17,6 @@ from partita.cli.options import TrustCode
 from partita.cli.round_choice import parse_round
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this file to the app."""
-    app.command()(predict)
-
-
 def predict(
     folder: Annotated[Path, typer.Argument(help="Run folder, or folder that 'partita export' wrote.")],
     file: Annotated[Path, typer.Argument(help="csv, json, jsonl, parquet or txt file, an image, or a folder of them.")],

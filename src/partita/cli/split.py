@@ -13,11 +13,6 @@ from partita.cli.options import ConfigFile, Json, TrustCode, look
 from partita.storage.safe_text import printable
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this file to the app."""
-    app.command()(split)
-
-
 def split(
     config: ConfigFile,
     changes: Annotated[

@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 COMPARISON = "compare"  # folder of the comparison in the tuning folder
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this file to the app."""
-    app.command()(tune)
-
-
 def tune(
     config: ConfigFile,
     methods: Annotated[str, typer.Option(help="Comma-separated methods, e.g. 'fedavg,fedprox(mu=0.1)'.")],

@@ -12,11 +12,6 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this file to the app."""
-    app.command()(watch)
-
-
 def watch(
     runs: Annotated[
         list[Path] | None, typer.Argument(help="Run folders, or folders that contain them. Default: runs.")
