@@ -488,7 +488,9 @@ def test_missing_datasets_package_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_data_modules_import_optional_packages_lazily() -> None:
     files = list(Path(partita.data.__path__[0]).glob("*.py"))
-    assert {f"partita.data.{file.stem}" for file in files} >= {module.partition(":")[0] for module in INDEX.values()}
+    assert {f"partita.data.{file.stem}" for file in files} >= {
+        module.partition(":")[0] for name, module in INDEX.items() if name != "trainer"
+    }
     for file in files:
         for node in ast.parse(file.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

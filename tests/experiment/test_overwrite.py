@@ -170,7 +170,7 @@ def test_resume_option_starts_or_continues_only_the_same_run(config: Config, tmp
     assert digests[0] == digests[1]
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("settings", [{}, {"clients_per_block": 1}, {"workers": 2, "clients_per_block": 1}])
 def test_replies_are_counted_as_they_arrive(settings: dict[str, int], config: Config, tmp_path: Path) -> None:
     if "workers" in settings and os.uname().sysname != "Linux":

@@ -224,6 +224,7 @@ def test_plain_transformers_computes_the_same_logits(kind: str, tmp_path: Path) 
     assert str(tmp_path) not in (tmp_path / "exported" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_adapter_on_gpt2_loads_in_peft_and_merged_in_transformers(tmp_path: Path) -> None:
     raw = RUNS["lm"](tmp_path)
     raw["model"]["adapter"] = {"rank": 2}

@@ -104,6 +104,7 @@ def test_a_resumed_run_and_workers_have_the_same_scores(method: str, tmp_path: P
         assert row["unseen"]["loss"] == pytest.approx(other["unseen"]["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_an_unseen_client_trains_all_ranks_of_what_it_keeps(tmp_path: Path) -> None:
     trained, plain = (play(tmp_path / str(epochs), config("fedsa-lora", epochs, model=LORA))[-1] for epochs in (4, 0))
     assert trained["personal"] == plain["personal"]
@@ -132,6 +133,7 @@ def test_a_central_model_is_the_same_for_all_with_and_without_epochs(tmp_path: P
     assert without_times(trained) == without_times(plain)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("method", "more"),
     [

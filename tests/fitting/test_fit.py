@@ -299,6 +299,7 @@ def test_an_adapter_of_peft_is_what_trains_and_travels(tmp_path: Path) -> None:
     _same_logits(run, model, texts.task().test)
 
 
+@pytest.mark.slow
 def test_an_adapter_at_a_fused_projection_computes_the_same(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(
@@ -317,6 +318,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_objects_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from partita.experiment import run_folder
 

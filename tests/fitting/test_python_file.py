@@ -91,6 +91,7 @@ def test_recorded_run_needs_no_objects(file: Path, run_partita: Shell, monkeypat
     assert Path("model/tokenizer.json").is_file()
 
 
+@pytest.mark.slow
 def test_looking_runs_no_file_that_is_not_trusted(file: Path, run_partita: Shell) -> None:
     file.write_text("from pathlib import Path\nPath('pwned').touch()\n" + FILE)
     for command in ("config", "plan", "split"):

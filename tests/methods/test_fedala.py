@@ -114,6 +114,7 @@ def test_rounds_equal_a_torch_loop(block: int) -> None:
 # ---- reductions
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("optimizer", [SGD(), AdamW(weight_decay=0.1)], ids=["sgd", "adamw"])
 def test_weights_that_stay_at_one_give_fedavg_bit_for_bit(optimizer: Any) -> None:
     """And every client keeps the model that it trained last."""
@@ -139,6 +140,7 @@ def started(method: Method, own_scale: float = 1.5, round: int = 2, **more: Any)
     return run, begun
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("optimizer", [SGD(momentum=0.9), AdamW(weight_decay=0.1)], ids=["momentum", "adamw"])
 def test_own_model_after_training_is_the_trained_model_bit_for_bit(optimizer: Any) -> None:
     run, begun = started(fedala(), optimizer=optimizer, clip=0.5)
@@ -165,6 +167,7 @@ def _with_memory(begun: ClientRound, memory: Any) -> ClientRound:
 # ---- where training starts
 
 
+@pytest.mark.slow
 def test_only_the_top_is_mixed_and_the_rest_is_as_received() -> None:
     for layers, top in ((0, BASE.names("head")), (1, TOP), (2, TOP | BASE.names("layer.0")), (9, None)):
         _, [begun, _] = started(fedala(layers=layers, eta=50.0))

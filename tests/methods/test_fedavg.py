@@ -60,6 +60,7 @@ def test_fine_tuning_changes_scores_but_no_round() -> None:
     assert all(after[client]["loss"] < before[client]["loss"] for client in CLIENTS.clients)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("adapt_lr", [None, 0.02])
 def test_fine_tuning_is_a_plain_loop_at_its_own_rate(adapt_lr: float | None) -> None:
     run = toy_run(fedavg(finetune=2), ROUNDS, lr=0.3, schedule=COSINE, adapt_lr=adapt_lr)
@@ -73,7 +74,7 @@ def test_fine_tuning_is_a_plain_loop_at_its_own_rate(adapt_lr: float | None) -> 
         assert scores[client]["loss"] == pytest.approx(score(MODEL, loop.values(), examples)["loss"], abs=1e-6)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "method",
     [fedavg(finetune=2), fedper(), fedrep(head_epochs=1, finetune=2), fedbabu(), fedbabu(tune="head")],

@@ -101,6 +101,7 @@ def test_common_layers_of_the_whole_run_are_given_layers_bit_for_bit() -> None:
     assert same(drawn, play_method(safl(select="static", layers=layers), 6))
 
 
+@pytest.mark.slow
 def test_common_layers_hold_for_every_rounds_also_for_clients_that_join_later() -> None:
     found = layers_by_round(play_method(safl(k=1, select="random", common=True, every=4), 16))
     assert [set.union(*found[start : start + 4]) for start in (0, 4, 8, 12)] == [

@@ -62,7 +62,7 @@ def layers_of(names: frozenset[str]) -> frozenset[str]:
 # ---- reductions
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("options", [{"k": 1.0}, {"k": 3}, {"k": 1.0, "every": 2}, {"k": 1.0, "select": "gradient"}])
 def test_agreement_on_all_layers_is_fedavg_bit_for_bit(options: dict[str, Any]) -> None:
     ours = play_method(safl(embeddings=True, agree=True, **options))
@@ -204,7 +204,7 @@ def test_lost_clients_do_not_vote() -> None:
 # ---- scores instead of votes
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("options", [{"k": 1.0}, {"k": 1.0, "every": 2}, {"k": 3, "select": "gradient"}])
 def test_scores_of_all_layers_are_fedavg_bit_for_bit(options: dict[str, Any]) -> None:
     ours = play_method(safl(embeddings=True, agree="scores", **options))

@@ -137,6 +137,7 @@ def test_pfeddc_refuses_invalid_options() -> None:
         build("pfeddc", {"fusion": "locl"})
 
 
+@pytest.mark.slow
 def test_pfeddc_trains_the_prompts_of_a_siglip() -> None:
     towers = dual_encoder_fixtures.load_pair("siglip", dtype="float32")
     method = pfeddc(vision_tokens=2, text_tokens=2)

@@ -76,6 +76,7 @@ def test_many_inner_steps_solve_the_proximal_problem() -> None:
     np.testing.assert_allclose(as_vector(result.server.params), np.mean(ends, 0), rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_shared_model_minimizes_the_mean_of_the_moreau_envelopes() -> None:
     """The gradient of a client's envelope at w is lam (w - theta(w)), so at the fixed point these add up to zero."""
     bowls, lam = QuadraticClients(), 2.0

@@ -122,7 +122,7 @@ def test_pfedprompt_image_in_the_cache_gets_its_label_when_similarity_is_sharp()
     assert torch.allclose(votes, torch.eye(3, dtype=torch.float64), atol=0.5), "one vote each"
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [SGD(momentum=0.9), AdamW(weight_decay=0.5)])
 def test_pfedprompt_cache_holds_features_of_own_images_by_class(optimizer: Optimizer) -> None:
     model, params = client_params(pfedprompt(text_tokens=2, shots=SHOTS), optimizer)

@@ -598,7 +598,7 @@ def test_clip_compares_images_with_class_texts(tmp_path: Path) -> None:
 def test_every_model_in_the_index_can_be_built(tmp_path: Path) -> None:
     small_vit().save_pretrained(small_vit().initial, tmp_path)
     held = hand_over_module(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(TASK.channels * TASK.size**2, 3)))
-    for name in INDEX:
+    for name in set(INDEX) - {"trainer"}:  # the model of a Trainer, which runs it
         needed = {"pretrained": {"path": str(tmp_path)}, "clip": {"shape": "tiny"}, "module": {"path": held.name}}
         model = build(name, TASK, KEY, **needed.get(name, {}))
         assert model(model.initial, random_images()).logits.shape == (EXAMPLES, 3)

@@ -15,7 +15,10 @@ from partita.report import load_run, page
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH"),
+]
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 # The share of the canvas's pixels that are drawn, and how many different colors they have.

@@ -53,6 +53,7 @@ def test_equal_clients_have_no_distance_and_disjoint_ones_a_large_one() -> None:
     assert skew(split_of([[9, 0], [0, 9]])).mean_entropy == 0
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("clients", "classes"), [(3, 2), (3, 100), (1000, 2), (1000, 100), (24, 10), (1, 1)])
 def test_picture_works_for_few_and_many(clients: int, classes: int) -> None:
     draw = np.random.default_rng(0)

@@ -218,6 +218,7 @@ def cut_off(attack: Attack) -> None:
     attack.unmask()
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("share", SHARES)
 def test_server_that_sends_different_lists_opens_no_sum_below_the_threshold(count: int, share: float) -> None:

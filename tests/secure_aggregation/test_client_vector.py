@@ -72,7 +72,7 @@ def noise_of(run: Run, setup: RoundSetup, client: str, number: int = 0) -> Tenso
 # ---- what the sum carries
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("collusion", "lost"), [(0.0, 0), (0.0, 3), (0.2, 0), (0.2, 3)])
 def test_sum_carries_the_noise_that_is_charged_down_to_the_threshold(collusion: float, lost: int) -> None:
     """Of ten clients seven must stay. The noise of two that may collude does not count."""
@@ -96,6 +96,7 @@ def test_sum_carries_the_noise_that_is_charged_down_to_the_threshold(collusion: 
     assert (server.sum() - clean)[:NUMBERS].tolist() == [0, 0], "the number of clients has no noise"
 
 
+@pytest.mark.slow
 def test_below_the_threshold_nothing_is_released() -> None:
     cohort, clients = 10, names(10)
     run = noisy_run(cohort)

@@ -57,6 +57,7 @@ def uniformity(vector: Tensor) -> float:
     return float(chisquare(counts).pvalue)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("bits", [32, 64])
 def test_masked_vectors_look_uniform_in_either_of_two_worlds_with_the_same_sum(bits: int) -> None:
     """Worlds that differ in who holds which update: all the server sees are uniform vectors with the same sum."""

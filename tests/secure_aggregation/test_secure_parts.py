@@ -135,6 +135,7 @@ def test_fewer_shares_fit_every_secret() -> None:
         )
 
 
+@pytest.mark.slow
 def test_sums_of_points_are_those_of_the_library() -> None:
     numbers = [1, 2, curve.ORDER - 1, *(secrets.randbelow(curve.ORDER) for _ in range(2))]
     for one, other in product(numbers, numbers):

@@ -44,7 +44,7 @@ def clear_sum(vectors: dict[str, Tensor], dropped: list[str]) -> Tensor:
     return torch.stack(kept).sum(0, dtype=kept[0].dtype)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("bits", [32, 64])
 @pytest.mark.parametrize(
     ("count", "gone", "neighbors"),
@@ -71,6 +71,7 @@ def test_one_dropout_more_than_the_threshold_allows_ends_the_round() -> None:
         run_protocol(setup, vectors, names(10)[:4])
 
 
+@pytest.mark.slow
 def test_dropouts_while_unmasking_are_survivors_of_the_sum() -> None:
     setup = setup_for(10)
     vectors = vectors_of(setup, 10)
@@ -99,6 +100,7 @@ def test_clients_that_leave_before_sharing_keys_cost_no_recovery() -> None:
     assert torch.equal(server.sum(), clear_sum(vectors, ["c005"]))
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_secrets() -> None:
     setup = setup_for(5)
     vectors = vectors_of(setup, 5)

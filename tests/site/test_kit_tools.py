@@ -65,6 +65,7 @@ SERVICE_KEYS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("party", PARTIES)
 def test_compose_files_have_known_keys(party: str, kit: Path) -> None:
     compose = yaml.safe_load((kit / party / "compose.yaml").read_text())

@@ -52,6 +52,7 @@ def order(kit: SiteKit, patch: pytest.MonkeyPatch) -> messages.RecordDict:
         return kit.order()
 
 
+@pytest.mark.slow
 def test_site_trains_on_the_rows_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kit = write_party(tmp_path / "c1")
     raw = tomllib.loads((kit.folder / "experiment.toml").read_text())
@@ -79,6 +80,7 @@ def test_changed_file_at_the_server_is_refused(tmp_path: Path, monkeypatch: pyte
     )
 
 
+@pytest.mark.slow
 def test_file_that_nobody_has_approved_is_not_run(
     tmp_path: Path, run_partita: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:

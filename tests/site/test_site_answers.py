@@ -75,6 +75,7 @@ def test_covered_job_is_answered_and_logged(kit: SiteKit) -> None:
     assert (line["unit"], line["epsilon"], line["releases"]) == ("none", None, [])
 
 
+@pytest.mark.slow
 def test_digest_in_the_log_changes_with_every_part_of_the_reply(kit: SiteKit) -> None:
     reply = kit.send(kit.order())
     update = messages.decode_update(reply, messages.decode_job_id(reply), ANY_SIZE)
@@ -178,6 +179,7 @@ def test_experiment_that_is_not_approved_is_refused(kit: SiteKit) -> None:
     assert any("experiments does not list it" in reason for reason in consent_form(kit.site).refusals())
 
 
+@pytest.mark.slow
 def test_changed_experiment_needs_a_new_approval(kit: SiteKit) -> None:
     file = kit.site.experiment_file
     file.write_text(file.read_text().replace("rounds = 4", "rounds = 5"))
@@ -232,6 +234,7 @@ def test_policy_that_cannot_be_read_refuses_everything(kit: SiteKit) -> None:
     expect_refusal(kit, kit.send(order), "failed with FileNotFoundError", "failed")
 
 
+@pytest.mark.slow
 def test_bytes_and_rounds_are_counted_from_the_log(kit: SiteKit) -> None:
     size = kit.terms.update_bytes(0)
     kit.allow(f'[leave]\nroles = ["*"]\n[limits]\nbytes_total = {2 * size + 1}\nrounds = 9\n')
@@ -272,6 +275,7 @@ def test_update_that_is_ready_after_hours_does_not_leave(kit: SiteKit) -> None:
     expect_refusal(kit, late.send(kit.order()), "it is Mon 13:00")
 
 
+@pytest.mark.slow
 def test_scores_that_are_ready_after_hours_do_not_leave(kit: SiteKit) -> None:
     kit.allow('[leave]\nroles = []\nscores = true\n[hours]\nfrom = "06:00"\nto = "12:01"\n')
     times = iter([NOON, NOON + timedelta(hours=1)])
@@ -319,6 +323,7 @@ def leaky():
 """
 
 
+@pytest.mark.slow
 def test_plan_that_asks_for_a_personal_parameter_later_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "c1"
     folder.mkdir()

@@ -171,6 +171,7 @@ def test_training_goes_on_after_the_compiler_has_failed(monkeypatch: pytest.Monk
     assert max_relative_difference(compiled, plain) < 1e-3
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("engine", [*ON_CPU, *(pytest.param(each, marks=pytest.mark.gpu) for each in ON_GPU)], ids=str)
 def test_run_repeats_and_resumes_exactly(method: str, engine: dict[str, Any], tmp_path: Path) -> None:

@@ -18,7 +18,10 @@ from watch_fixtures import serving
 from partita.storage.processes import this_process
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed"),
+]
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 LOOK = 10_000  # milliseconds; the page asks every two seconds
 
