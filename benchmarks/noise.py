@@ -25,7 +25,7 @@ from partita.core.optim import AdamW
 from partita.core.rounds import initial_server, rounds
 from partita.core.tensors import Tensors
 from partita.engines.autotune import configure_backends
-from partita.training import step_noise
+from partita.training import private_gradients
 
 CLIENTS, STEPS, BATCH = 4, 5, 32
 SIZES = {"small": (2, 64), "medium": (6, 384)}
@@ -53,7 +53,7 @@ def plain_sum(value: torch.Tensor, noise: torch.Tensor, std: float) -> torch.Ten
 
 
 def with_torch() -> AbstractContextManager[object]:
-    return patch.multiple(step_noise, block_noise=seeded_block, add_noise_once=plain_sum)
+    return patch.multiple(private_gradients, block_noise=seeded_block, add_noise_once=plain_sum)
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ def configured(planned: Planned, threads: int | None = None) -> Config:
 
 
 def _without_test(config: Config, planned: Planned) -> Config:
-    from partita.experiment.validation_only import validation_only
+    from partita.experiment.tuning import validation_only
 
     if not config.split["validation"]:
         raise StudyError("split.validation is 0, so no client has validation examples to tune on; set it in the config")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from partita.evaluation.ranking import auroc, average_precision
+from partita.evaluation.outcomes import auroc, average_precision
 
 
 @pytest.mark.slow

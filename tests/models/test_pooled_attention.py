@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from partita.core.data import Batch
 from partita.core.tensors import Tensors
 from partita.models import ModelError
-from partita.models.attention_scores import attention_to, resolve_tokens
-from partita.models.label_words import label_words, matching_tokens, word_tokens
+from partita.models.attention_scores import attention_to, label_words, matching_tokens, resolve_tokens, word_tokens
 
 CASES = ["bert-text", "distilbert-text", "roberta-text", "llama-text", "gpt2-text"]
 DECODERS = ("llama", "gpt2")

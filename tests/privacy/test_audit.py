@@ -37,7 +37,7 @@ from partita.privacy.canaries import (
 from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.membership import best_guesses, bound_epsilon, chance_of, confidence_of, likelihood_ratios, roc
 from partita.testing.toy import ToyTransformer
-from partita.training import step_noise
+from partita.training import private_gradients
 from partita.training.batching import collate
 
 DRAW = np.random.default_rng(0)
@@ -182,7 +182,7 @@ def test_audited_epsilon_does_not_exceed_the_claim(epsilon: float) -> None:
 
 def test_audit_detects_a_false_privacy_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run claims epsilon 0.5 but draws a thousandth of the noise; the attacker knows only the claim."""
-    monkeypatch.setattr(step_noise, "block_noise", lambda like, keys, std: block_noise(like, keys, std / 1000))
+    monkeypatch.setattr(private_gradients, "block_noise", lambda like, keys, std: block_noise(like, keys, std / 1000))
     _, bound, guard = eavesdrop(PrivacySettings(epsilon=0.5, accountant="rdp"))
     assert guard is not None
     assert guard.planned is not None

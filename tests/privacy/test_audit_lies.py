@@ -31,11 +31,11 @@ from partita.methods.selectors import Attention, Ranking
 from partita.privacy import client_level as of_clients
 from partita.privacy.client_level import ClippedUpdates, protect_clients
 from partita.testing.toy import ToyTransformer
-from partita.training import local_training, private_gradients, step_noise
+from partita.training import local_training, private_gradients
 from partita.training.dp_sgd import NoiseSource
 
 Patch = pytest.MonkeyPatch
-gaussian, of_block = of_clients.gaussian_noise, step_noise.block_noise
+gaussian, of_block = of_clients.gaussian_noise, private_gradients.block_noise
 clipped_sum, ghost_sum, clip_update = (
     private_gradients.clipped_sum,
     private_gradients.ghost_sum,
@@ -80,7 +80,7 @@ def test_audit_passes_shuffled_batches_charged_as_shuffled() -> None:
 
 
 def test_checks_detect_half_the_noise(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(step_noise, "block_noise", lambda like, keys, std: of_block(like, keys, std / 2))
+    monkeypatch.setattr(private_gradients, "block_noise", lambda like, keys, std: of_block(like, keys, std / 2))
     assert "noise multiplier" in failed_example_checks()
 
 
@@ -92,7 +92,7 @@ def test_checks_detect_a_tensor_without_noise(monkeypatch: Patch) -> None:
         drawn = of_block(like, keys, std)
         return {**drawn, "layers.0.norm.weight": torch.zeros_like(drawn["layers.0.norm.weight"])}
 
-    monkeypatch.setattr(step_noise, "block_noise", lie)
+    monkeypatch.setattr(private_gradients, "block_noise", lie)
     assert "noise multiplier" in failed_example_checks()
 
 
@@ -104,7 +104,7 @@ def test_checks_detect_uniform_noise(monkeypatch: Patch) -> None:
         drawn = of_block(like, keys, 1.0)
         return {name: (torch.special.ndtr(value) - 0.5) * 12**0.5 * std for name, value in drawn.items()}
 
-    monkeypatch.setattr(step_noise, "block_noise", lie)
+    monkeypatch.setattr(private_gradients, "block_noise", lie)
     assert failed_example_checks() == {"noise: distance from a normal distribution"}
 
 
@@ -148,7 +148,7 @@ def test_checks_detect_repeated_noise(
 @pytest.mark.slow
 def test_checks_detect_equal_noise_in_all_tensors(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
-        step_noise,
+        private_gradients,
         "block_noise",
         lambda like, keys, std: {n: of_block({"": v}, keys, std)[""] for n, v in like.items()},
     )

@@ -14,7 +14,7 @@ from partita.core.client_noise import ClientNoise
 from partita.core.client_rule import PrivacyRelease
 from partita.core.dp_settings import PrivacyError
 from partita.privacy.accountant import ORDERS, epsilon
-from partita.privacy.noise_at_clients import effective_noise, tau
+from partita.privacy.guard import effective_noise, tau
 
 
 def test_on_a_fine_grid_it_is_worth_as_much_as_noise_at_the_server() -> None:

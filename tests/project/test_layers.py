@@ -30,7 +30,7 @@ CORE = [
     ["core.client_rule", "core.update_transform", "core.server_rule"],
     ["core.method", "core.optim"],
     ["core.compose"],
-    ["core.settings", "core.drift", "core.finite_server"],
+    ["core.settings", "core.drift"],
     ["core.batch_schedule"],
     ["core.client"],
     ["core.update_checks", "core.traffic"],

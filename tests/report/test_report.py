@@ -26,7 +26,7 @@ from scipy import stats
 from partita import report
 from partita.record.metric import ACCURACY, Metric
 from partita.report import ReportError, RunRecord, compare, find, load_run, page, picture
-from partita.report.curves import curve_of
+from partita.report.chart_data import curve_of
 from partita.report.draw import FIGURES
 from partita.report.draw import figures as paper_figures
 from partita.report.layer_selection import alarms_raised

@@ -23,10 +23,10 @@ from partita.methods.fedavg import fedavg
 from partita.methods.fedpart import fedpart
 from partita.privacy.accountant import epsilon
 from partita.privacy.client_level import ClippedUpdates
-from partita.privacy.guard import make_private
-from partita.privacy.noise_at_clients import (
+from partita.privacy.guard import (
     count_values,
     effective_noise,
+    make_private,
     protect_at_clients,
 )
 from partita.secure_aggregation.client_vector import (

@@ -24,7 +24,7 @@ from partita.training import private_gradients
 from partita.training.client_axis import ClientAxis
 from partita.training.cuda_graphs import GraphCache, GraphedSteps
 from partita.training.ghost_layers import GhostError
-from partita.training.step_noise import StepNoise
+from partita.training.private_gradients import StepNoise
 
 ONLY_NOISE = PrivacySettings(clip=1e-10, noise=1e9)  # whatever the examples are, the released sums are the noise
 

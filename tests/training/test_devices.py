@@ -32,8 +32,7 @@ from partita.methods.fedavg import fedavg
 from partita.training.captured_forward import CapturedForward
 from partita.training.cuda_capture import CudaRecorder
 from partita.training.cuda_graphs import GraphCache
-from partita.training.ghost_kernels import scaled_parts
-from partita.training.ghost_layers import product
+from partita.training.ghost_layers import product, scaled_parts
 
 METHODS = ["fedavg", "scaffold", "fedper"]
 ON_GPU: list[dict[str, Any]] = [{"device": "cuda", "clients_per_block": 1}, {"device": "cuda", "clients_per_block": 2}]

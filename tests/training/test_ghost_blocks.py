@@ -27,7 +27,7 @@ from partita.data import Table
 from partita.methods import build
 from partita.models.hugging_face import from_module
 from partita.tasks import LM, chunked_loss
-from partita.training import ghost_kernels, ghost_layers, private_gradients
+from partita.training import ghost_layers, private_gradients
 from partita.training.client_axis import VmapError
 from partita.training.dp_sgd import gradient_of_one
 from partita.training.ghost_clipping import ghost_sum
@@ -270,12 +270,12 @@ def test_norms_from_inner_products_are_not_too_small() -> None:
 @pytest.mark.slow
 def test_weighted_bfloat16_numbers_are_two_bfloat16_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernel's source on the CPU."""
-    monkeypatch.setattr(ghost_kernels, "launch", CpuKernels(tmp_path).launch)
+    monkeypatch.setattr(ghost_layers, "launch", CpuKernels(tmp_path).launch)
     draw = torch.Generator().manual_seed(0)
     given = (1e3 * torch.randn(2, 3, 2, 8, generator=draw)).bfloat16()
     given[0, 1] = math.nan
     shares = torch.tensor([[0.3, 0.0, 1.0], [0.9999, 1e-3, 2**-0.5]])
-    first, second = ghost_kernels.scaled_parts(given, shares)
+    first, second = ghost_layers.scaled_parts(given, shares)
     weights = (first + second.double())[:, :, 0, 0] / given[:, :, 0, 0].double()
     kept = shares != 0
     assert bool((weights[kept] <= shares[kept]).all())

@@ -322,11 +322,11 @@ def test_a_real_run_is_watched_without_a_change_to_its_folder(tmp_path: Path) ->
     watcher = Looker([tmp_path])
     for done in (1, 2, 3):
         next(rows)
-        kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if "progress" not in path.name}
+        kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*") if "progress" not in path.name}
         run = watcher.only()
         assert (run["done"], run["rounds"]) == (done, 3)
         assert run["state"] in ("running", "waiting")
         assert "fedavg" in watcher.report()
-        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if "progress" not in path.name} == kept
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*") if "progress" not in path.name} == kept
     assert next(rows, None) is None
     assert watcher.only()["state"] == "finished"

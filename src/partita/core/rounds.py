@@ -12,20 +12,41 @@ from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, Protocol
 
+import torch
+
 from partita.core.client import ClientError, Job
 from partita.core.data import EvaluateOn
 from partita.core.drift import Drift, DriftMeasures
-from partita.core.finite_server import first_non_finite
 from partita.core.method_error import MethodError
 from partita.core.model import Model
 from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.server_rule import Server
 from partita.core.settings import Run, RunError
-from partita.core.tensors import Names, restrict_slots
+from partita.core.tensors import Names, Tensors, all_finite, restrict_slots
 from partita.core.traffic import Traffic, TrafficMeter
 from partita.core.update import Aggregate, ComputedWork, MaskedUpdate, SecureSum, Update
 from partita.core.update_checks import CheckedUpdate, InvalidUpdate, UpdateLimits, UpdateValidator, readable, shorten
 from partita.core.versions import ParameterVersions
+
+
+def first_non_finite(before: Server, after: Server) -> str | None:
+    """Return the name of a parameter or of server state that the round changed to a non-finite value, or None."""
+    moved = _changed(before.params, after.params)
+    for slot, part in after.state.items():
+        moved |= {f"{slot}/{name}": value for name, value in _changed(before.state.get(slot, {}), part).items()}
+    groups: dict[tuple[torch.device, torch.dtype], Tensors] = {}
+    for name, value in moved.items():
+        if value.is_floating_point() and value.numel():
+            groups.setdefault((value.device, value.dtype), {})[name] = value
+    for part in groups.values():  # one check per device and dtype: each check synchronizes with the GPU
+        if not all_finite(part):
+            return next(name for name, value in part.items() if not all_finite({name: value}))
+    return None
+
+
+def _changed(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> Tensors:
+    return {name: value for name, value in after.items() if value is not before.get(name)}
+
 
 MAX_REASON = 500  # characters of a failure reason; the text may come from a client
 UNKNOWN_CLIENT = "unknown"  # recorded as the sender if a reply does not name one

@@ -16,10 +16,54 @@ import torch
 from numpy.typing import NDArray
 
 from partita.core.data import IGNORE_INDEX
-from partita.evaluation import ranking
 from partita.evaluation.bootstrap import Floats, Ints
 from partita.evaluation.calibration import BINS, Reliability
 from partita.evaluation.evaluator import Evaluator, Predictions, type_score
+
+Area = Callable[[NDArray[Any], NDArray[Any], Floats], Floats]  # of `auroc` and `average_precision`
+
+
+def auroc(truth: NDArray[Any], scores: NDArray[Any], weights: Floats) -> Floats:
+    """Return the area under the ROC curve, (weighting,); NaN without positive or without negative examples.
+
+    Args:
+        truth: Whether each example is positive, (example,).
+        scores: The score of each, (example,).
+        weights: How often each counts, (weighting, example).
+    """
+    positive, negative = _by_score(truth, scores, weights, np.argsort(scores, kind="stable"))
+    below = negative.cumsum(1) - negative
+    pairs = positive.sum(1) * negative.sum(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        area: Floats = (positive * (below + negative / 2)).sum(1) / pairs
+    return area
+
+
+def average_precision(truth: NDArray[Any], scores: NDArray[Any], weights: Floats) -> Floats:
+    """Return the mean precision over positive examples, each at the threshold of its own score; NaN without any.
+
+    The arguments are as in `auroc`.
+    """
+    positive, negative = _by_score(truth, scores, weights, np.argsort(-scores, kind="stable"))
+    found, ranked = positive.cumsum(1), (positive + negative).cumsum(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        precision = np.where(ranked > 0, found / ranked, 0.0)
+        mean: Floats = (positive * precision).sum(1) / found[:, -1]
+    return mean
+
+
+def _by_score(
+    truth: NDArray[Any], scores: NDArray[Any], weights: Floats, order: NDArray[np.int64]
+) -> tuple[Floats, Floats]:
+    """Return the weights of positive and of negative examples, each (weighting, distinct score), in order."""
+    ranked, sorted_truth, sorted_weights = scores[order], truth[order].astype(bool), weights[:, order]
+    first = np.flatnonzero(np.append(True, ranked[1:] != ranked[:-1]))
+    positive, negative = (
+        np.add.reduceat(np.where(chosen, sorted_weights, 0.0), first, axis=1)
+        for chosen in (sorted_truth, ~sorted_truth)
+    )
+    return positive, negative
+
 
 Columns = Mapping[
     str, Any
@@ -136,14 +180,12 @@ class Ranked:
     def __call__(self, weights: Floats) -> dict[str, Floats]:
         if not np.isfinite(self.scores).all():
             return {}
-        areas = self._by_class(ranking.auroc, weights, np.asarray(self.truth.any(0) & ~self.truth.all(0)))
+        areas = self._by_class(auroc, weights, np.asarray(self.truth.any(0) & ~self.truth.all(0)))
         found = {"auroc": class_mean(areas), **by_class("auroc", self.classes, areas)}
         if not self.precision:
             return found
-        precisions = self._by_class(ranking.average_precision, weights, np.asarray(self.truth.any(0)))
-        pooled = ranking.average_precision(
-            self.truth.ravel(), self.scores.ravel(), np.repeat(weights, self.truth.shape[1], 1)
-        )
+        precisions = self._by_class(average_precision, weights, np.asarray(self.truth.any(0)))
+        pooled = average_precision(self.truth.ravel(), self.scores.ravel(), np.repeat(weights, self.truth.shape[1], 1))
         return {
             **found,
             "macro_auprc": class_mean(precisions),
@@ -151,7 +193,7 @@ class Ranked:
             **by_class("auprc", self.classes, precisions),
         }
 
-    def _by_class(self, area: ranking.Area, weights: Floats, defined: NDArray[np.bool_]) -> Floats:
+    def _by_class(self, area: Area, weights: Floats, defined: NDArray[np.bool_]) -> Floats:
         """Return the area of each class in which it is defined, (weighting, class)."""
         found = np.full((len(weights), len(defined)), np.nan)
         for place in np.flatnonzero(defined):

@@ -36,11 +36,33 @@ from partita.experiment.run_names import split_methods
 from partita.experiment.runner import start_or_resume
 from partita.experiment.search_space import Space, check_methods, checked, parse_space, spaces_of, with_settings
 from partita.experiment.trial_sampler import Outcome, Pruner, Sampler, Search
-from partita.experiment.validation_only import validation_only
 from partita.record import file_names
 from partita.record.metric import Metric
 from partita.storage.atomic_files import DamageError, LinkError, read_json
 from partita.storage.safe_text import label_folder
+
+
+def validation_only(config: Config, metric: str | None, disclose: bool) -> Config:
+    """Return a config that is scored on validation and never touches a test set.
+
+    Args:
+        config: The config.
+        metric: The validation metric. None: that of the config.
+        disclose: Whether clients of a private run report their validation scores.
+    """
+    evaluate = replace(
+        config.evaluate,
+        every=0,
+        personal_every=0,
+        samples=0,
+        subgroups=None,
+        subgroup_min=None,
+        validation_every=config.validation_every or 1,
+        validation_metric=metric or config.evaluate.validation_metric,
+    )
+    privacy = config.privacy and replace(config.privacy, disclose_validation=disclose)
+    return replace(config, evaluate=evaluate, privacy=privacy)
+
 
 MAX_BUDGET = 10_000
 FIRST_SEED = MAX_SEEDS  # added to the config's seed: a comparison counts up from there and never gets as far

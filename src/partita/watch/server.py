@@ -11,15 +11,33 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from pathlib import Path
 from socketserver import TCPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from partita.watch.page import HTML, page_files
+from jinja2 import Environment, PackageLoader
+
+from partita.storage.safe_text import printable
 from partita.watch.state import Watcher
+
+HTML = "text/html; charset=utf-8"
+ASSETS = {"watch.js": "text/javascript; charset=utf-8", "watch.css": "text/css; charset=utf-8"}
+
+
+def page_files(roots: Sequence[Path]) -> dict[str, tuple[str, bytes]]:
+    """Return (type, content) of each file by its name in the address; the page itself has an empty name."""
+    environment = Environment(loader=PackageLoader("partita.watch"), autoescape=True)
+    page = environment.get_template("page.html").render(roots=", ".join(printable(root) for root in roots))
+    folder = files("partita.watch").joinpath("assets")
+    return {"": (HTML, page.encode())} | {
+        name: (kind, folder.joinpath(name).read_bytes()) for name, kind in ASSETS.items()
+    }
+
 
 LOOPBACK = "127.0.0.1"
 # A page of another site that lets its name point to this machine sends that name.
