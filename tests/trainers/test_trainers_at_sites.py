@@ -132,12 +132,17 @@ def test_masked_updates_give_the_same_to_rounding(tmp_path: Path) -> None:
 
 
 LOOP = PATCH.replace("    client = ", "    for _ in range(2):\n        client = ").partition("    while")[0]
+STREAM = PATCH.replace("train_dataset=rows", "train_dataset=Rows()").replace("num_train_epochs", "max_steps")
+STREAM = STREAM.replace("def make", "class Rows(torch.utils.data.IterableDataset):\n    __iter__ = None\n\n\ndef make")
 REFUSED: dict[str, tuple[str, tuple[str, ...], str]] = {
     # name: (file, changes, sentence)
     "no clients": (PATCH.replace(", clients=", ", label='x', sampling={'name': 'uniform'}) #"), (),
         r"OptionError: patch does not say which sites take part; add clients=\['north', 'south'\]"),
     "two calls": (f"{PATCH}    partita.patch(trainer, rounds=1, clients=['north'])\n", (),
         "federation.py calls patch more than once; leave one call"),
+    "two functions": (f"{PATCH}    partita.fit(trainer, [])\n", (),
+        "federation.py calls fit and patch; leave one call"),
+    "a stream": (STREAM, (), "train_dataset of .*federation.py:trainer' is a stream, which a site cannot"),
     "a loop": (LOOP, (), "federation.py calls patch more than once; leave one call"),
     "no guard": (PATCH.replace('if __name__ == "__main__":', "if True:"), (),
         "CodeError: the file calls patch when it is loaded; put the call under"),

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 from partita.core.options import OptionError, closest_match, format_value
@@ -27,6 +27,7 @@ from partita.core.options import OptionError, closest_match, format_value
 FOLDER = "code"  # folder next to a recorded config that holds copies of the files
 SUFFIX = ".py"
 MAIN = "if __name__ == '__main__':"
+STARTS = ("fit", "patch", "federate")  # functions that start a run
 
 
 class CodeError(OptionError):
@@ -290,9 +291,11 @@ def read_fit_call(path: Path) -> FitCall:
     except FitCall as call:
         loops = (ast.For, ast.While, ast.comprehension)
         parts = [tree, *(each for each in ast.walk(tree) if isinstance(each, loops))]  # a loop may call it again
-        if sum(_calls(part, call.function, scope) for part in parts) > 1:
-            name = call.function.__name__
-            raise CodeError(f"{path} calls {name} more than once; leave one call under: {MAIN}") from None
+        names = [name for part in parts for name in _starts(part, scope)]
+        if len(names) > 1:
+            several = sorted({*names})
+            what = " and ".join(several) if len(several) > 1 else f"{several[0]} more than once"
+            raise CodeError(f"{path} calls {what}; leave one call under: {MAIN}") from None
         return call
     except (Exception, SystemExit) as error:
         raise CodeError(f"cannot run {path}: {describe_error(error, str(path))}") from error
@@ -303,15 +306,17 @@ def _names(node: ast.AST) -> set[str]:
     return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
-def _calls(tree: ast.AST, function: object, scope: Mapping[str, Any]) -> int:
-    """Return how many calls of a function are written in a part of a file."""
+def _starts(tree: ast.AST, scope: Mapping[str, Any]) -> list[str]:
+    """Return the functions that start a run, by name, for each call that is written in a part of a file."""
 
-    def meant(node: ast.expr) -> object:
+    def meant(node: ast.expr) -> Any:
         if isinstance(node, ast.Attribute):
             return getattr(meant(node.value), node.attr, None)
         return scope.get(node.id) if isinstance(node, ast.Name) else None
 
-    return sum(isinstance(each, ast.Call) and meant(each.func) is function for each in ast.walk(tree))
+    called = [meant(each.func) for each in ast.walk(tree) if isinstance(each, ast.Call)]
+    functions = [each for each in called if isinstance(each, FunctionType) and each.__module__.startswith("partita.")]
+    return [each.__name__ for each in functions if each.__name__ in STARTS]
 
 
 def describe_error(error: BaseException, file: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from partita.core.data import Batch
 from partita.core.options import OptionError, closest_match
@@ -93,6 +94,10 @@ def rows(source: str, test: str | None = None, client: str | None = None) -> Tra
         trainer = made(found)
     except Exception as error:
         raise CodeError(f"'{reference}' failed: {describe_error(error, str(reference.path))}") from error
+    if isinstance(trainer.train_dataset, IterableDataset):
+        raise RunError(
+            f"train_dataset of '{reference}' is a stream, which a site cannot number; give it a list of rows"
+        )
     central = load_function(Reference(reference.source, test)) if test and client is None else None
     kind = replace(LM, name="trainer", evaluator=AnyClasses(scores_of(central, trainer)))
     data: Any = TrainerRows(trainer.train_dataset, 0 if trainer.train_dataset is None else checks.size_of(trainer))
