@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 from trainer_fixtures import Texts, bert, gpt2, make_trainer
 
 import partita
@@ -50,6 +52,18 @@ def test_refused_in_one_sentence(case: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=sentence) as raised:
         partita.patch(trainer, method, **tables)
     assert "\n" not in str(raised.value)
+
+
+def test_fsdp1_and_parameters_on_the_cpu_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path)
+    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
+    for plugin, sentence in (
+        (SimpleNamespace(fsdp_version=1, cpu_offload=None), r"use DDP, or FSDP2 with fsdp=True and fsdp_config={'ver"),
+        (SimpleNamespace(fsdp_version=2, cpu_offload=CPUOffloadPolicy()), "to the CPU; leave cpu_offload out"),
+    ):
+        monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", plugin, raising=False)
+        with pytest.raises(ValueError, match=sentence):
+            partita.patch(trainer)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,40 +11,34 @@ from typing import Any
 import pytest
 import torch
 from helpers import max_difference
-from trainer_fixtures import Texts, make_trainer, values_of
+from processes_fixtures import CASES, play
 
 import partita
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs it")
+pytest.importorskip("peft")
 
 SCRIPT = """
-import json, sys
+import sys
 from pathlib import Path
 import torch
-import partita
-from trainer_fixtures import Texts, make_trainer, values_of
+from processes_fixtures import CASES, play
 
-# One start of two processes for all methods: the imports take most of the time.
-# BERT ignores the number of items, by which transformers would multiply the loss.
-DDP = {"ddp_backend": "gloo", "average_tokens_across_devices": False}
-for name, method in json.loads(sys.argv[2]).items():
-    folder = Path(sys.argv[1]) / name
-    trainer = make_trainer(folder, Texts(0, 16), evaluates=True, per_device_train_batch_size=2, **DDP)
-    client = partita.patch(trainer, method, rounds=3, folder=folder / "run")
-    seen = []
-    while client.round():
-        seen.append(True)
-        trainer.train()
-    rank = trainer.args.process_index
-    torch.save({"values": values_of(trainer), "rounds": len(seen)}, folder / f"rank-{rank}.pt")
+# One start of two processes for all cases: the imports take most of the time.
+for each in sys.argv[2:]:
+    name, way = each.rsplit("-", 1)
+    folder = Path(sys.argv[1]) / each
+    values = play(CASES[name], folder, way)
+    torch.save(values, folder / f"rank-{torch.distributed.get_rank()}.pt")
+try:
+    play({**CASES["fedavgm"], "calls": True}, Path(sys.argv[1]) / "calls", "fsdp")
+except ValueError as error:
+    (Path(sys.argv[1]) / "refusal").write_text(str(error))
 """
-
-
-METHODS: dict[str, dict[str, Any]] = {
-    "fedavg": {"name": "fedavg"},
-    "fedprox": {"name": "fedprox", "mu": 2.0},
-    "fedfrozen": {"name": "fedfrozen", "warmup": 1},
-}
+PLAYED = [
+    *(f"{case}-ddp" for case in ("fedavgm", "fedprox", "fedfrozen", "a rule")),
+    *(f"{case}-fsdp" for case in CASES),
+]
 
 
 @pytest.fixture(scope="module")
@@ -55,28 +48,32 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     done = subprocess.run(
-        [*command, str(script), str(folder), json.dumps(METHODS)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment(),
+        [*command, str(script), str(folder), *PLAYED], capture_output=True, text=True, timeout=300, env=environment()
     )
     assert not done.returncode, done.stderr[-3000:]
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_two_processes_are_one(method: str, played: Path, tmp_path: Path) -> None:
-    ranks = [torch.load(played / method / f"rank-{rank}.pt") for rank in (0, 1)]
-    trainer = make_trainer(tmp_path, Texts(0, 16), per_device_train_batch_size=4)
-    with partita.patch(trainer, METHODS[method], rounds=3) as client:
-        while client.round():
-            trainer.train()
-    assert [rank["rounds"] for rank in ranks] == [3, 3]
-    assert max_difference(ranks[0]["values"], ranks[1]["values"]) == 0
-    assert max_difference(ranks[0]["values"], values_of(trainer)) < 1e-6
-    assert len(partita.load_run(played / method / "run").rows) == 3
+@pytest.mark.parametrize("name", PLAYED)
+def test_two_processes_are_one(name: str, played: Path, tmp_path: Path) -> None:
+    ranks = [torch.load(played / name / f"rank-{rank}.pt") for rank in (0, 1)]
+    values = play(CASES[name.rpartition("-")[0]], tmp_path)
+    assert max_difference(ranks[0], ranks[1]) == 0
+    assert max_difference(ranks[0], values) < 1e-6
+    there, here = (partita.load_run(folder / "run").rows for folder in (played / name, tmp_path))
+    assert [row["bytes"] for row in there] == [row["bytes"] for row in here]
+    assert max(abs(loss - other) for loss, other in zip(losses(there), losses(here), strict=True)) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_model_that_ran_before_its_training_is_refused(played: Path) -> None:
+    """Its optimizer would train nothing."""
+    assert "the model of 'client' ran between round() and train()" in (played / "refusal").read_text()
+
+
+def losses(rows: Any) -> list[float]:
+    return [row["test"]["loss"] for row in rows] + [row["personal"]["loss"]["client"] for row in rows]
 
 
 def environment() -> dict[str, str]:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from torch.distributed.fsdp import CPUOffloadPolicy
+
 from partita.core import tensors
 from partita.core.client_rule import ClientRule, overrides
 from partita.core.method import Method
@@ -60,12 +62,17 @@ def check_trainer(client: str, trainer: Any) -> None:
         RunError: If it is one.
     """
     args = trainer.args
+    fsdp = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     broken = {
-        "its model is sharded (FSDP, DeepSpeed or tensor parallelism), so no process holds a parameter; use DDP": (
-            trainer.is_fsdp_enabled
+        "FSDP1, DeepSpeed or tensor parallelism takes its parameters apart; use DDP, or FSDP2 with fsdp=True and "
+        "fsdp_config={'version': 2} in its TrainingArguments": (
+            (fsdp is not None and fsdp.fsdp_version != 2)
             or trainer.is_deepspeed_enabled
             or getattr(trainer, "is_fsdp_xla_enabled", False)
             or getattr(trainer, "is_distributed_loading_by_transformers", False)
+        ),
+        "FSDP moves its parameters to the CPU; leave cpu_offload out": isinstance(
+            fsdp and fsdp.cpu_offload, CPUOffloadPolicy
         ),
         "it copies its model to several GPUs in one process; start it with torchrun, or show it one GPU": args.n_gpu
         > 1,

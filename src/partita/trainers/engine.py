@@ -14,6 +14,7 @@ from partita.core.data import EvaluateOn
 from partita.core.rng import Key, seeded
 from partita.core.rounds import ClientFailure
 from partita.core.settings import Run, RunError
+from partita.core.tensors import Tensors
 from partita.core.update import Update
 from partita.engines.availability import Availability
 from partita.storage.client_store import ClientStore
@@ -137,7 +138,7 @@ def run_test(test: Test, trainer: Any) -> dict[str, float]:
     Raises:
         RunError: If it returns anything but numbers by name.
     """
-    if not trainer.is_world_process_zero():
+    if not trainer.is_world_process_zero() and not trainer.is_fsdp_enabled:  # all run a sharded model together
         return {}
     module = trainer.model.eval()
     with torch.no_grad():
@@ -167,9 +168,7 @@ class Ranks:
         head, names = self.agree((head, sorted(params)))
         if not isinstance(head, Order):
             return head
-        shared = {name: params[name] if self.first else torch.empty_like(self.model.initial[name]) for name in names}
-        self.copy(shared)
-        return replace(head, job=replace(head.job, params=shared))
+        return replace(head, job=replace(head.job, params=self.copy(params, names)))
 
     def agree(self, value: T) -> T:
         """Return the value of the first process."""
@@ -178,10 +177,13 @@ class Ranks:
             distributed.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
-    def copy(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Give the tensors of all processes the values of the first one, in place."""
-        for name in sorted(values) if self.several else ():
-            there = values[name].detach().to(self.device)
+    def copy(self, params: Tensors, names: Iterable[str]) -> Tensors:
+        """Return the parameters of the first process in all of them; the others need none."""
+        if not self.several:
+            return params
+        copies: dict[str, torch.Tensor] = {}
+        for name in sorted(names):
+            there = (params[name] if self.first else torch.empty_like(self.model.initial[name])).to(self.device)
             distributed.broadcast(there, src=0)
-            if not self.first:
-                values[name].detach().copy_(there)
+            copies[name] = there.cpu()
+        return copies

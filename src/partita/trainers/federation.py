@@ -108,7 +108,9 @@ def federate(
     crew, experiment, place = assemble(trainers, method, rounds, seed, test, tables, given, resume)
     try:
         deque(recorded_rows(experiment, crew.carry_out, place, resume, overwrite), maxlen=0)
-        put_last(experiment, crew, place)
+        last = last_model(experiment, place)
+        for client, site in crew.sites.items():
+            site.put(last.params(client))
     finally:
         for site in crew.sites.values():
             site.leave()
@@ -261,16 +263,14 @@ def _holds_run(folder: Path) -> bool:
     return (folder / file_names.CONFIG).exists()
 
 
-def put_last(experiment: Experiment, crew: Crew, folder: Path) -> None:
-    """Put the model of each client after the last recorded round into its module."""
+def last_model(experiment: Experiment, folder: Path) -> RecordedModel:
+    """Return the model after the last recorded round."""
     identity = run_folder.verify(folder)
     first = initial_server(experiment.run, experiment.model)
     saved = checkpoint.newest(
         folder / file_names.CHECKPOINTS, identity, first, experiment.device, experiment.initial_values
     )
-    recorded = RecordedModel(folder, identity or "", experiment, saved)
-    for client, site in crew.sites.items():
-        site.put(recorded.params(client))
+    return RecordedModel(folder, identity or "", experiment, saved)
 
 
 def _about(trainer: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from partita.core.model import Model, Output, TagError
@@ -15,6 +16,7 @@ from partita.models import ModelError, split_qkv
 from partita.models.architectures import tags_of
 
 ATTENTION = ("query", "key", "value")
+WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # of activation checkpointing and of torch.compile
 
 
 class TrainerModel(Model):
@@ -77,6 +79,19 @@ def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {plain[path] if counts.count(plain[path]) == 1 else path: value for path, value in named.items()}
 
 
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU. Of a tensor that is sharded, all processes call this together, in the same order."""
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    return full.detach().to("cpu", copy=True)
+
+
+def placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, which all processes hold whole, on the device of another one, and sharded as that one is."""
+    if not isinstance(like, DTensor) or isinstance(value, DTensor):
+        return value.to(like.device)
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
 def _adapters(module: torch.nn.Module) -> dict[str, str]:
     """Return the kind of each adapter of PEFT by its name: "lora"."""
     found = getattr(module, "peft_config", None) or {}
@@ -90,6 +105,7 @@ def _base(module: Any) -> torch.nn.Module:
 
 def _plain_name(module: torch.nn.Module, path: str) -> str:
     adapters = _adapters(module)
+    path = ".".join(part for part in path.split(".") if part not in WRAPPERS)
     if not adapters:
         return path
     path = path.removeprefix("base_model.model.")

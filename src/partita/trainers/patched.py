@@ -21,7 +21,7 @@ from partita.experiment.experiment import Experiment
 from partita.experiment.preview import preview_of
 from partita.record.row import Row
 from partita.trainers.engine import Crew, Order, Ranks, Test
-from partita.trainers.federation import assemble, config_for_sites, put_last, recorded_rows
+from partita.trainers.federation import assemble, config_for_sites, last_model, recorded_rows
 
 
 class Closed(BaseException):
@@ -158,9 +158,8 @@ class PatchedTrainer:
         return passed
 
     def _put_last(self) -> None:
-        if self._ranks.first:
-            put_last(self._experiment, self._crew, self.folder)
-        self._ranks.copy({name: self._site.model.parameters[name] for name in self._crew.model.initial})
+        params = last_model(self._experiment, self.folder).params(self._site.client) if self._ranks.first else {}
+        self._site.put(self._ranks.copy(params, self._crew.model.initial))
 
     def close(self) -> None:
         """End the federation; without effect if it has ended. The module keeps what it holds."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, set_seed
 
@@ -28,7 +30,7 @@ from partita.core.settings import Run, RunError, Training
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import DeltaFacts, Update
 from partita.trainers.checks import check_phases, size_of
-from partita.trainers.model import TrainerModel
+from partita.trainers.model import TrainerModel, named_parameters, placed, whole
 
 SPEED = ("runtime", "samples_per_second", "steps_per_second", "epoch", "num_tokens", "model_preparation_time")
 
@@ -53,7 +55,7 @@ class OpenRound:
     Attributes:
         run: The run, with the settings of this Trainer.
         began: What the client began with.
-        ctx: What rules read in a step, on the device of the Trainer.
+        ctx: What rules read in a step; from the start of `train()` on, placed like the parameters.
         steps: The optimizer steps so far.
         calls: How often `train()` was called.
         loss: The mean loss; None until `train()` has returned.
@@ -109,7 +111,7 @@ class TrainerSite(TrainerCallback):
         if job.round or not self.alone:  # train() alone would draw the same order of examples in every round
             key = run.key / "round" / job.round / "client" / job.client / "trainer"
             set_seed(key.seed() % 2**32)
-        self.open = OpenRound(own, began, self._on_device(own, began.ctx))
+        self.open = OpenRound(own, began, began.ctx)
 
     def finish(self) -> tuple[Update, ClientState]:
         """Return the answer after `train()`, and what the client remembers.
@@ -129,7 +131,7 @@ class TrainerSite(TrainerCallback):
         if not now.steps:
             raise ClientError(self.client, "took no optimizer step; give it more examples, or raise max_steps")
         plan, anchor = now.began.plan, now.began.ctx.anchor
-        params = {name: self.model.parameters[name].detach().to("cpu", copy=True) for name in sorted(plan.train)}
+        params = {name: whole(value).to(self.model.initial[name].dtype) for name, value in self._trained_now().items()}
         delta = {name: params[name] - anchor[name] for name in sorted(plan.up)}
         learned = LocalResult(
             params,
@@ -150,9 +152,10 @@ class TrainerSite(TrainerCallback):
 
     def put(self, params: Mapping[str, torch.Tensor]) -> None:
         """Set parameters in place, so that optimizers and wrappers of the module keep them."""
+        self._reshard()
         with torch.no_grad():
             for name, value in params.items():
-                self.model.parameters[name].copy_(value)
+                self.model.parameters[name].copy_(placed(value, self.model.parameters[name]))
 
     def put_own(self, run: Run, model: TrainerModel, job: Job, state: ClientState) -> None:
         """Put the client's own model after a round into the module."""
@@ -166,12 +169,29 @@ class TrainerSite(TrainerCallback):
         return {name: float(value) for name, value in named.items() if not name.endswith(SPEED)}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Load the optimizer state that the client keeps. The optimizer exists now."""
+        """Find the parameters, which FSDP may have sharded, and load the optimizer state that the client keeps.
+
+        Raises:
+            RunError: If FSDP has left parameters unsharded, of which the optimizer would train nothing.
+        """
         if self.open is None:
             return
+        self.model.parameters = named_parameters(self.trainer.model)
+        if self.trainer.is_fsdp_enabled:
+            self.trainer.accelerator.state.fsdp_plugin.activation_checkpointing = False  # every train() would add it
+            if not all(isinstance(value, DTensor) for value in self._trained_now().values()):
+                raise RunError(
+                    f"the model of '{self.client}' ran between round() and train(), which leaves parameters whole "
+                    "under FSDP; run it before round(), or by trainer.evaluate()"
+                )
+        self.open.ctx = self._placed(self.open.run, self.open.began.ctx)
         self.open.calls += 1
         if self.open.began.optimizer:
             self._load_optimizer(self.open.began.optimizer)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Shard the parameters again, which FSDP leaves whole after a forward pass alone."""
+        self._reshard()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Add penalties and let rules change the gradient, after the Trainer has clipped it."""
@@ -218,16 +238,21 @@ class TrainerSite(TrainerCallback):
         if self.open is not None:
             self.open.loss = next(entry["train_loss"] for entry in reversed(state.log_history) if "train_loss" in entry)
 
+    def _reshard(self) -> None:
+        for module in self.trainer.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def _trained_now(self) -> dict[str, torch.nn.Parameter]:
         return {name: self.model.parameters[name] for name in sorted(self.trained)}
 
-    def _on_device(self, run: Run, ctx: Context) -> Context:
-        """Return what rules read in a step, on the device of each parameter; as it is if no rule acts in a step."""
+    def _placed(self, run: Run, ctx: Context) -> Context:
+        """Return what rules read in a step, placed like each parameter; as it is if no rule acts in a step."""
         if not _with_hook(run, "penalty", "gradient", "after_step"):
             return ctx
 
         def moved(part: Tensors) -> dict[str, torch.Tensor]:
-            return {name: value.to(self.model.parameters[name].device) for name, value in part.items()}
+            return {name: placed(value, self.model.parameters[name]) for name, value in part.items()}
 
         sent, memory = ({slot: moved(part) for slot, part in own.items()} for own in (ctx.sent, ctx.memory))
         return Context(ctx.model, ctx.plan, moved(ctx.anchor), sent, memory, ctx.lr)
@@ -238,7 +263,7 @@ class TrainerSite(TrainerCallback):
             for slot, part in self.trainer.optimizer.state[value].items():
                 if not isinstance(part, torch.Tensor):
                     raise RunError(f"training.keep_optimizer: '{slot}' of the optimizer is no tensor; leave it out")
-                found.setdefault(slot, {})[name] = part.detach().to("cpu", copy=True)
+                found.setdefault(slot, {})[name] = whole(part)
         return dict(found)
 
     def _load_optimizer(self, kept: Slots) -> None:
@@ -248,7 +273,9 @@ class TrainerSite(TrainerCallback):
             for value, index in zip(group["params"], own["params"], strict=True):
                 name = names[id(value)]
                 if state := {slot: part[name] for slot, part in kept.items() if name in part}:
-                    plain["state"][index] = state
+                    plain["state"][index] = {
+                        slot: placed(part, value) if part.shape == value.shape else part for slot, part in state.items()
+                    }
         optimizer.load_state_dict(plain)
 
 
