@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from base_fixtures import LLAMA
 from torch import Tensor
 from trainer_fixtures import Texts, WordRows, bert, make_trainer
@@ -37,6 +38,10 @@ CASES: dict[str, dict[str, Any]] = {
     "feddyn": {"method": {"name": "feddyn", "alpha": 1.0}},
     "scaffold": {"method": "scaffold"},
     "fedfrozen": {"method": {"name": "fedfrozen", "warmup": 1}, "fsdp": {"activation_checkpointing": True}},
+    "loaded once": {
+        "method": {"name": "fedfrozen", "warmup": 1},
+        "fsdp": {"cpu_ram_efficient_loading": True},
+    },
     "a rule": {"method": partita.Method("pull", client_rules=(Pull(),))},
     "a kept optimizer": {"method": "fedavg", **KEPT},
     "llama": {"method": "fedavgm", "model": "llama"},
@@ -58,6 +63,9 @@ def play(case: dict[str, Any], folder: Path, way: Way = "one") -> dict[str, Tens
     trainer.eval_dataset = data(99, 8)  # type: ignore[assignment]
     if way == "fsdp":
         shard(trainer)
+        if trainer.args.fsdp_config.get("cpu_ram_efficient_loading") and not trainer.is_world_process_zero():
+            for value in model.parameters():  # as transformers leaves it in all processes but the first
+                torch.nn.init.zeros_(value)
     row = {"input_ids": data(5, 1)[0]["input_ids"][None], "labels": data(5, 1)[0]["labels"][None]}
     assert trainer.model is not None
     client = partita.patch(

@@ -86,8 +86,8 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, which all processes hold whole, on the device of another one, and sharded as that one is."""
-    if not isinstance(like, DTensor) or isinstance(value, DTensor):
+    """Return a tensor, which all processes hold whole, on the device of another; sharded like it if shapes agree."""
+    if not isinstance(like, DTensor) or isinstance(value, DTensor) or value.shape != like.shape:
         return value.to(like.device)
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 

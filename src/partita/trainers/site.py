@@ -273,9 +273,9 @@ class TrainerSite(TrainerCallback):
             for value, index in zip(group["params"], own["params"], strict=True):
                 name = names[id(value)]
                 if state := {slot: part[name] for slot, part in kept.items() if name in part}:
-                    plain["state"][index] = {
-                        slot: placed(part, value) if part.shape == value.shape else part for slot, part in state.items()
-                    }
+                    if isinstance(value, DTensor):
+                        state = {slot: placed(part, value) if part.ndim else part for slot, part in state.items()}
+                    plain["state"][index] = state
         optimizer.load_state_dict(plain)
 
 
