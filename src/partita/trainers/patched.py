@@ -92,9 +92,8 @@ class PatchedTrainer:
     def __init__(self, crew: Crew, experiment: Experiment, folder: Path | None, resume: bool) -> None:
         [(name, self._site)] = crew.sites.items()
         self._ranks, self._experiment = Ranks(self._site.trainer.args.device, crew.model), experiment
-        crew.model.initial = dict(
-            self._ranks.copy(crew.model.initial, crew.model.initial)
-        )  # FSDP may load the first only
+        initial = crew.model.initial
+        crew.model.initial = dict(self._ranks.copy(initial, initial))  # FSDP may have loaded them in the first only
         self._crew = replace(crew, run=replace(crew.run, secret=self._ranks.agree(crew.run.secret)))
         self._temporary = None if folder or not self._ranks.first else tempfile.TemporaryDirectory(prefix="partita-")
         self._rounds, self._done, self._training = Rounds(), False, False
