@@ -38,10 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "feddyn": {"method": {"name": "feddyn", "alpha": 1.0}},
     "scaffold": {"method": "scaffold"},
     "fedfrozen": {"method": {"name": "fedfrozen", "warmup": 1}, "fsdp": {"activation_checkpointing": True}},
-    "loaded once": {
-        "method": {"name": "fedfrozen", "warmup": 1},
-        "fsdp": {"cpu_ram_efficient_loading": True},
-    },
+    # What never travels stays as it was loaded, in every round.
+    "loaded once": {"method": "ffa-lora", "model": "lora", "fsdp": {"cpu_ram_efficient_loading": True}},
     "a rule": {"method": partita.Method("pull", client_rules=(Pull(),))},
     "a kept optimizer": {"method": "fedavg", **KEPT},
     "llama": {"method": "fedavgm", "model": "llama"},
