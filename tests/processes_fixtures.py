@@ -58,10 +58,10 @@ def play(case: dict[str, Any], folder: Path, way: Way = "one") -> dict[str, Tens
         more |= {"fsdp": True, "fsdp_config": {"version": 2, **layers, **case.get("fsdp", {})}}
     model, data = module(case.get("model", "bert")), WordRows if case.get("model") else Texts
     trainer = make_trainer(folder, data(0, 16), model, **more)
-    trainer.eval_dataset = data(99, 8)  # type: ignore[assignment]
+    trainer.eval_dataset = data(99, 8)
     if way == "fsdp":
         shard(trainer)
-        if trainer.args.fsdp_config.get("cpu_ram_efficient_loading") and not trainer.is_world_process_zero():
+        if case.get("fsdp", {}).get("cpu_ram_efficient_loading") and not trainer.is_world_process_zero():
             for value in model.parameters():  # as transformers leaves it in all processes but the first
                 torch.nn.init.zeros_(value)
     row = {"input_ids": data(5, 1)[0]["input_ids"][None], "labels": data(5, 1)[0]["labels"][None]}
