@@ -1,9 +1,8 @@
 """What carriage by Flower costs over the embedded engine, with the server and all sites on this machine (Linux).
 
 Time a round, bytes through the sites' network, and memory, for payloads of several sizes; then where the time of one
-site's message goes, with forks of a process that has everything imported and without; then what partita itself does
-with a message, in CPU time, which depends little on other work. Both engines must end with the same tensors, or the
-comparison is void.
+site's message goes; then what partita itself does with a message, in CPU time, which depends little on other work. Both
+engines must end with the same tensors, or the comparison is void.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ def main() -> None:
         for megabytes in chosen.megabytes
         for secure in ([False, True] if chosen.secure else [False])
     ]
-    apart = [parts(warm) for warm in (False, True)] if chosen.parts else []
+    apart = [parts()] if chosen.parts else []
     own = [own_part(megabytes) for megabytes in chosen.megabytes]
     print(f"{about['work']}; {about['device']}, torch {about['torch']}, load {about['load before']} before")
     for row in [*results, *apart, *own]:
@@ -291,25 +290,28 @@ class Gate:
             os.close(into)
 
 
-def parts(warm: bool) -> dict[str, Any]:
+def parts() -> dict[str, Any]:
     """Seconds of one site's messages, of a small ViT of transformers; the mean of the rounds between."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         app = write_app(folder, 1, '{name = "vit"}')
         (app / "federation" / "client_app.py").write_text(NOTES)
         os.environ["NOTES"] = str(folder / "notes")
-        with deploy_locally(["c0"], folder / "logs", flower_app.modules(app) if warm else None) as federation:
+        with deploy_locally(["c0"], folder / "logs", flower_app.modules(app)) as federation:
             federation.run(app, settings(folder / "there"))
         rows = [json.loads(line) for line in (folder / "there" / run_folder.ROWS).read_text().splitlines()]
         notes = [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
     between = range(1, ROUNDS - 1)
     whole = statistics.mean(rows[number]["seconds"] for number in between)
-    found: dict[str, Any] = {"imported beforehand": warm}
+    found: dict[str, Any] = {}
     steps = list(notes[0])
     for before, step in pairwise(steps):
         found[step] = round(statistics.mean(notes[number][step] - notes[number][before] for number in between), 2)
-    spent = sum(value for what, value in found.items() if what != "imported beforehand")
-    return {**found, "waiting, sending, the server": round(whole - spent, 2), "the round": round(whole, 2)}
+    return {
+        **found,
+        "waiting, sending, the server": round(whole - sum(found.values()), 2),
+        "the round": round(whole, 2),
+    }
 
 
 def own_part(megabytes: float) -> dict[str, Any]:

@@ -6,9 +6,7 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +29,6 @@ from partita.engines.flower.local_deployment import (
     free_ports,
     terminate,
 )
-from partita.engines.flower.prefork_server import CLIENT_MODULE, start_prefork_server
 from partita.engines.secure import SecureEngine
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import builder, flower_app, run_folder, runner
@@ -248,12 +245,8 @@ def test_node_authentication_refuses_an_unknown_node(tmp_path: Path) -> None:
     def said(name: str, text: str) -> bool:
         return text in (tmp_path / f"{name}.log").read_text(errors="replace")
 
-    with (  # one process imports Flower for all others
-        start_prefork_server(
-            [], {**current_environment(), **QUIET, "FLWR_HOME": str(home)}, tmp_path / "warm.log"
-        ) as environment,
-        ExitStack() as stack,
-    ):
+    environment = {**current_environment(), **QUIET, "FLWR_HOME": str(home)}
+    with ExitStack() as stack:
         stack.callback(terminate, started)
         tls = "--ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key"
         launch("link", "flower-superlink", f"{tls} --enable-supernode-auth --port {port}")
@@ -267,55 +260,6 @@ def test_node_authentication_refuses_an_unknown_node(tmp_path: Path) -> None:
         assert started[-1].wait(LONG) != 0, "the unknown SuperNode exits"
         assert not said("stranger", "SuperNode ID:")
         assert started[1].poll() is None, "the known SuperNode keeps running"
-
-
-# ---- preforked programs
-
-
-@pytest.fixture
-def listener() -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield listening
-
-
-@pytest.mark.slow
-def test_preforked_program_acts_like_the_original_and_ends_with_its_caller(
-    tmp_path: Path, listener: socket.socket
-) -> None:
-    with start_prefork_server(
-        [], {**current_environment(), **QUIET, "FLWR_HOME": str(tmp_path)}, tmp_path / "log"
-    ) as environment:
-        stand_in = find_executable("flwr-clientapp", environment)
-        wrong = subprocess.run([stand_in, "--nonsense"], env=environment, capture_output=True, timeout=LONG)
-        assert wrong.returncode == 2
-        assert b"unrecognized arguments" in wrong.stderr or b"required" in wrong.stderr
-        words = ["--runtime-api-address", f"127.0.0.1:{listener.getsockname()[1]}", "--token", "t", "--insecure"]
-        caller = subprocess.Popen([stand_in, *words], env=environment, process_group=0)
-        call, _ = listener.accept()  # the fork waits for a reply
-        caller.kill()
-        caller.wait()
-        with call:
-            call.settimeout(LONG)
-            while call.recv(4096):
-                pass  # until the connection closes
-
-
-@pytest.mark.slow
-def test_program_starts_directly_without_a_prefork_server(tmp_path: Path) -> None:
-    environment = {**current_environment(), **QUIET, "FLWR_HOME": str(tmp_path)}
-    words = [str(CLIENT_MODULE), str(tmp_path / "nobody"), find_executable("flwr-clientapp", environment), "--nonsense"]
-    done = subprocess.run([sys.executable, "-IS", *words], env=environment, capture_output=True, timeout=LONG)
-    assert done.returncode == 2
-    assert b"nobody (No such file or directory)" in done.stderr
-
-
-@pytest.mark.slow
-def test_warm_command_passes_on_options_and_exit_status(tmp_path: Path) -> None:
-    words = shlex.split("-m partita flower warm --load json flower-supernode --nonsense")
-    environment = {**current_environment(), **QUIET, "FLWR_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, timeout=LONG)
-    assert done.returncode == 2
-    assert b"flower-supernode: error: unrecognized arguments: --nonsense" in done.stderr
 
 
 # ---- equality with a simulation

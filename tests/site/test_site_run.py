@@ -23,7 +23,6 @@ from site_fixtures import SiteKit, write_site
 from partita.core.rounds import rounds
 from partita.engines.availability import Availability
 from partita.engines.flower.local_deployment import QUIET, current_environment, find_executable, free_ports, terminate
-from partita.engines.flower.prefork_server import start_prefork_server
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import builder, flower_app, run_folder
 from partita.experiment.config import load
@@ -99,11 +98,8 @@ def test_app_of_the_server_runs_under_flower_and_never_at_a_site(tmp_path: Path)
     def said(name: str, text: str) -> bool:
         return text in (tmp_path / f"{name}.log").read_text(errors="replace")
 
-    quiet = {"OMP_NUM_THREADS": "1", **current_environment(), **QUIET, "FLWR_HOME": str(home)}
-    with (
-        start_prefork_server(["partita.experiment.flower_app"], quiet, tmp_path / "warm.log") as environment,
-        ExitStack() as stack,
-    ):
+    environment = {"OMP_NUM_THREADS": "1", **current_environment(), **QUIET, "FLWR_HOME": str(home)}
+    with ExitStack() as stack:
         stack.callback(terminate, started)
 
         def launch(name: str, command: list[str], **more: str) -> subprocess.Popen[bytes]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import signal
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,6 @@ from partita.cli.options import Changes, ConfigFile
 app = typer.Typer(help="Run across several machines with Flower.", no_args_is_help=True, pretty_exceptions_enable=False)
 
 App = Annotated[Path, typer.Argument(help="Folder of the Flower app.")]
-LOAD = ["partita.experiment.flower_app", "partita.models.vision_transformer", "partita.models.loading"]
 Clients = Annotated[int | None, typer.Option(help="Number of clients to wait for. Default: all clients of the split.")]
 
 
@@ -73,28 +71,6 @@ def up(
         print("stop with Ctrl-C")
         deployment.link.wait()
         raise DeploymentError(f"the SuperLink exited; see {deployment.folder / 'superlink.log'}")
-
-
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-def warm(
-    command: Annotated[list[str], typer.Argument(help="flower-supernode or flower-superlink, with its options.")],
-    load: Annotated[list[str], typer.Option(help="Module to import in advance. Repeatable.")] = LOAD,
-) -> None:
-    """Run a SuperNode that imports its modules once and forks for each message."""
-    require_flower()
-    from partita.engines.flower.local_deployment import current_environment, find_executable, terminate
-    from partita.engines.flower.prefork_server import start_prefork_server as warmed
-
-    _exit_cleanly_on_signals()
-    with warmed(load, current_environment()) as environment:
-        node = subprocess.Popen(
-            [find_executable(command[0], environment), *command[1:]], env=environment, process_group=0
-        )
-        try:
-            status = node.wait()
-        finally:
-            terminate([node])
-    raise typer.Exit(status)
 
 
 def _exit_cleanly_on_signals() -> None:

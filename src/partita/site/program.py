@@ -18,7 +18,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from partita.engines.flower.local_deployment import QUIET, find_executable, free_ports, terminate
-from partita.engines.flower.task_loop import run_in_fork, serve_tasks
+from partita.engines.flower.task_loop import answer_task, run_in_fork, serve_tasks
 from partita.experiment.flower_app import modules_of
 from partita.site.answering import answer, site_log
 from partita.site.config import SiteConfig, check_files
@@ -131,11 +131,17 @@ def _serve(site: SiteConfig) -> int:
         secret_file = Path(folder, "secret")
         secret_file.write_bytes(secret)
         [port] = free_ports(1)
+        address = f"{LOOPBACK}:{port}"
         node = subprocess.Popen(
             supernode_command(site, port, secret_file, os.environ), process_group=0, preexec_fn=end_with_parent
         )
         try:
-            serve_tasks(f"{LOOPBACK}:{port}", secret, lambda task: answer(site, task), lambda: node.poll() is None)
+            serve_tasks(
+                address,
+                secret,
+                lambda token, kind: answer_task(address, token, kind, lambda task: answer(site, task)),
+                lambda: node.poll() is None,
+            )
         finally:
             terminate([node])
     return node.returncode or 0

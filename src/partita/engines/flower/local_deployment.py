@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -16,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from partita.engines.flower.prefork_server import start_prefork_server
+from partita.storage.processes import end_with_parent
 from partita.storage.safe_text import path_component
 
 WAIT = 120.0  # seconds for the SuperLink to start
@@ -28,6 +29,7 @@ QUIET = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
+QUICK = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}  # seconds after which the SuperLink starts a run; Flower waits 1
 
 
 class DeploymentError(ValueError):
@@ -71,16 +73,18 @@ class LocalDeployment:
 def deploy_locally(
     clients: Sequence[str],
     folder: Path,
-    modules: Sequence[str] | None = None,
+    modules: Sequence[str] = (),
     nodes: str = "",
     gate: Callable[[int], int] = lambda port: port,
 ) -> Iterator[LocalDeployment]:
-    """Start a SuperLink and one SuperNode per client. All processes have ended when the context exits.
+    """Start a SuperLink, one SuperNode per client, and a process that answers for all of them.
+
+    All processes have ended when the context exits.
 
     Args:
         clients: The clients' names.
         folder: Folder for logs and client state.
-        modules: If given, one process imports these modules and Flower, and all others are its forks.
+        modules: Modules that the answering process imports before the first message.
         nodes: Text that is appended to every node config.
         gate: Maps the SuperLink's port to the port that the SuperNodes connect to.
 
@@ -92,32 +96,42 @@ def deploy_locally(
     port, *node_ports = free_ports(1 + len(clients))
     with ExitStack() as stack:
         environment = _environment(folder, port)
-        if modules is not None:
-            environment = stack.enter_context(start_prefork_server(modules, environment, folder / "warm.log"))
+        secret_file = folder / "flwr" / "secret"
+        secret_file.touch(mode=0o600)
+        secret_file.write_bytes(secrets.token_bytes(32))
         running: list[subprocess.Popen[bytes]] = []
         stack.callback(terminate, running)
 
-        def launch(name: str, *command: str) -> subprocess.Popen[bytes]:
-            with (folder / f"{path_component(name)}.log").open("wb") as log:
+        def launch(log: Path, *command: str) -> subprocess.Popen[bytes]:
+            with log.open("wb") as output:
                 # Its own process group, so that its child processes can be ended with it.
                 process = subprocess.Popen(
                     [find_executable(command[0], environment), *command[1:]],
                     env=environment,
-                    stdout=log,
-                    stderr=log,
+                    stdout=output,
+                    stderr=output,
                     process_group=0,
+                    preexec_fn=end_with_parent,
                 )
             running.append(process)
             return process
 
         listen = ("--insecure", "--host", "127.0.0.1", "--port")
-        link = launch("superlink", "flower-superlink", *listen, str(port), "--disable-runtime-dependency-installation")
+        link = launch(
+            folder / "superlink.log", "flower-superlink", *listen, str(port),
+            "--disable-runtime-dependency-installation",
+        )  # fmt: skip
         _wait_until_healthy(link, port, folder / "superlink.log")
-        started, target_port = {}, gate(port)
+        started, places, target_port = {}, list[str](), gate(port)
         for client, node_port in zip(clients, node_ports, strict=True):
+            log = folder / f"{path_component(client)}.log"
             config = f'client={json.dumps(client)} folder="{folder / "sites"}" {nodes}'
+            tasks = ("--isolation", "process", "--superexec-auth-secret-file", str(secret_file))
             address = ("--superlink", f"127.0.0.1:{target_port}", "--node-config", config)
-            started[client] = launch(client, "flower-supernode", *listen, str(node_port), *address)
+            started[client] = launch(log, "flower-supernode", *listen, str(node_port), *tasks, *address)
+            places += [str(node_port), str(log)]
+        words = (str(secret_file), str(len(started)), *places, *modules)
+        launch(folder / "sites.log", sys.executable, "-m", "partita.engines.flower.local_sites", *words)
         yield LocalDeployment(folder, environment, link, started)
 
 
@@ -133,7 +147,7 @@ def _environment(folder: Path, port: int) -> dict[str, str]:
     address = f'address = "127.0.0.1:{port}"\ninsecure = true\n'
     (home / "config.toml").write_text(f'[superlink]\ndefault = "loopback"\n\n[superlink.loopback]\n{address}')
     # Several clients share this machine. If each used all cores, all would be slower.
-    return {"OMP_NUM_THREADS": "1", **current_environment(), **QUIET, "FLWR_HOME": str(home)}
+    return {"OMP_NUM_THREADS": "1", **QUICK, **current_environment(), **QUIET, "FLWR_HOME": str(home)}
 
 
 def find_executable(name: str, environment: Mapping[str, str]) -> str:

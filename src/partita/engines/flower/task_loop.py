@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import NoReturn
 
@@ -87,16 +88,16 @@ class Task:
 Answer = Callable[[Task], Message]
 
 
-def serve_tasks(address: str, secret: bytes, answer: Answer, running: Callable[[], bool]) -> None:
+def serve_tasks(address: str, secret: bytes, work: Callable[[str, str], None], running: Callable[[], bool]) -> None:
     """Answer the tasks of a SuperNode, one at a time, each in a fork of this process.
 
     Tasks of all types are taken, so that a server cannot block the site with a type that nobody takes; what is not for
-    a client app is up to `answer` to refuse.
+    a client app is up to `work` to refuse.
 
     Args:
         address: Host and port of the SuperNode's Runtime API on this machine.
         secret: The secret that the SuperNode was started with; only its holder is given tasks.
-        answer: Returns the reply to a task. It is called in the fork.
+        work: Answers the task with a token and a type. It is called in the fork.
         running: Whether the SuperNode still runs; this function returns when it does not.
     """
     own = SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=[_ACQUIRE])
@@ -109,9 +110,8 @@ def serve_tasks(address: str, secret: bytes, answer: Answer, running: Callable[[
             time.sleep(POLL)
             continue
         if found.HasField("task") and found.token:
-            token, kind = found.token, found.task.type
             # Without a reply, the SuperNode tells the server that the app has crashed.
-            run_in_fork(lambda token=token, kind=kind: answer_task(address, token, kind, answer))  # type: ignore[misc]
+            run_in_fork(partial(work, found.token, found.task.type))
         time.sleep(POLL)
 
 
