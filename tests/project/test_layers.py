@@ -105,7 +105,7 @@ LIBRARIES = {
         "secure_aggregation.signatures",
         "site.doctor.files",
     ],
-    "packaging": ["site.kit.sbom"],
+    "packaging": ["site.kit.requirements"],
     "wandb": ["track.to_wandb"],
     "mlflow": ["track.to_mlflow"],
     "trackio": ["track.to_trackio"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -54,19 +53,3 @@ def image(
     print(
         printable(f"wrote {len(written)} files to {out}; wheelhouse.sh collects the packages, install.sh installs them")
     )
-
-
-@app.command()
-def sbom(
-    out: Annotated[Path | None, typer.Option(help="File to write. Default: print it.")] = None,
-) -> None:
-    """Write the bill of materials of partita and all that it needs, as installed here (CycloneDX 1.5)."""
-    from partita.site.kit.sbom import installed
-    from partita.site.kit.sbom import sbom as to_json
-    from partita.storage.atomic_files import write
-
-    text = to_json(installed())
-    if out is None:
-        sys.stdout.write(text)
-    else:
-        write(out, text.encode())

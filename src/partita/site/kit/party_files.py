@@ -25,7 +25,7 @@ from partita.experiment.config_code import code_copies
 from partita.experiment.experiment import Experiment
 from partita.site.kit.group import ABSOLUTE, SERVER, Group, GroupSite, Images, is_absolute, reads_path
 from partita.site.kit.plan_needs import Needs, by_role, needs_of
-from partita.site.kit.sbom import EXTRAS, ROOT, installed, requirements, sbom
+from partita.site.kit.requirements import EXTRAS, ROOT, requirements
 from partita.site.kit.templating import render_folder
 from partita.site.toml_tables import SiteError
 from partita.storage.atomic_files import write
@@ -59,7 +59,6 @@ def group_files(group: Group) -> Files:
     common = _common(group, config)
     shared = {
         **_below("image", image_files(group.images)),
-        **_below("chart", render_folder("chart", common)),
         **recorded,
     }
     app = _below("app", _app(group, recorded))
@@ -70,7 +69,7 @@ def group_files(group: Group) -> Files:
 
 
 def image_files(images: Images) -> Files:
-    """Return what installs partita as it is installed here: versions, bill of materials, scripts and Dockerfile.
+    """Return what installs partita as it is installed here: versions, scripts and Dockerfile.
 
     Args:
         images: The container images; only the base image is used.
@@ -78,12 +77,8 @@ def image_files(images: Images) -> Files:
     Raises:
         SiteError: If something that a site may need is not installed here.
     """
-    packages = installed()
-    return {
-        **render_folder("image", {"base": images.pinned("base"), "uid": UID, "extras": EXTRAS}),
-        "requirements.txt": requirements(packages).encode(),
-        "sbom.cdx.json": sbom(packages).encode(),
-    }
+    files = render_folder("image", {"base": images.pinned("base"), "uid": UID, "extras": EXTRAS})
+    return {**files, "requirements.txt": requirements().encode()}
 
 
 def load_experiment(group: Group) -> Config:
