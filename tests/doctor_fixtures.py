@@ -74,7 +74,9 @@ def make_site(folder: Path, experiment: str = EXPERIMENT, port: int = 1, setting
 
 def examined_site(folder: Path) -> Examined:
     """Return a site whose settings are read."""
-    return Examined(folder, load_site(folder))
+    examined = Examined(folder)
+    examined.site = load_site(folder)
+    return examined
 
 
 @dataclass(frozen=True)

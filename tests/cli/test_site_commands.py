@@ -96,4 +96,3 @@ def test_sites_that_disagree_exit_with_1_and_get_no_list(site: Path, tmp_path: P
     assert "spelled differently" in result.output
     assert "[red]south" in result.output, "names are not markup"
     assert not (tmp_path / "classes.json").exists()
-    assert json.loads(call("sites", "describe", *files, "--json").stdout)["disagreements"][0]["must_mend"]

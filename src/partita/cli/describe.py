@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import chdir
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,8 +11,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-
-from partita.cli.options import Json
 
 if TYPE_CHECKING:
     from partita.site.description.record import Description
@@ -41,14 +38,15 @@ def describe_site(
     ] = None,
     groups: Annotated[str | None, typer.Option(help="Column with the patient, or another unit, of each row.")] = None,
 ) -> None:
-    """Describe this site's data in a small file for the server's operator: counts, classes, lengths, image sizes.
+    """Describe this site's data in a small file for the server's operator: counts, classes, lengths.
 
     The file is printed, and nothing is sent. Names of classes are not protected.
     """
     from partita.core.options import OptionError
     from partita.site.config import load_site
     from partita.site.description.describe import charge, describe
-    from partita.site.doctor.files import load_approved
+    from partita.site.description.record import to_json
+    from partita.site.own_experiment import load_approved
     from partita.storage import atomic_files
     from partita.storage.safe_text import path_component, printable
 
@@ -58,10 +56,10 @@ def describe_site(
     file = (out or settings.folder / f"{path_component(settings.name)}.json").resolve()
     with chdir(settings.folder):  # paths in the experiment and in [set] are relative to the site's folder
         found = describe(load_approved(settings), settings.name, least or 10, epsilon, groups)
-    if found.protection.epsilon:
-        total = charge(settings.state_folder, found.protection.epsilon)
-        print(f"privacy of a row: epsilon {found.protection.epsilon:g} for this file, {total:g} for all so far")
-    text = found.to_json()
+    if cost := found["protection"]["epsilon"]:
+        total = charge(settings.state_folder, cost)
+        print(f"privacy of a row: epsilon {cost:g} for this file, {total:g} for all so far")
+    text = to_json(found)
     print(text, end="")
     atomic_files.write(file, text.encode())
     print(f"wrote {printable(file)}; this is all that it says, so read it before you send it")
@@ -72,53 +70,40 @@ def describe_sites(
     classes: Annotated[
         Path | None, typer.Option(help="Write the classes that all sites agree on, for 'partita site doctor'.")
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Compare the data of several sites and name what disagrees. Exits with 1 if something must be mended."""
-    from partita.site.description.classes import write_classes
     from partita.site.description.compare import compare
     from partita.site.description.record import read_description
+    from partita.storage import atomic_files
 
     sites = [read_description(file) for file in files]
     found = compare(sites)
-    broken = any(each.must_mend for each in found)
-    if as_json:
-        shown = {"sites": [asdict(each) for each in sites], "disagreements": [asdict(each) for each in found]}
-        print(json.dumps(shown, indent=1))
-    else:
-        console = Console()
-        console.print(_table(sites))
-        for each in found:
-            console.print(("[red]mend[/]  " if each.must_mend else "[yellow]know[/]  ") + escape(each.sentence))
-        if not found:
-            print("nothing disagrees")
-    if classes is not None and not broken:
-        write_classes(classes, sites[0].classes)
-    raise typer.Exit(int(broken))
+    Console().print(_table(sites))
+    for sentence in found:
+        Console().print(f"[red]mend[/]  {escape(sentence)}")
+    if not found:
+        print("nothing disagrees")
+        if classes is not None:
+            text = json.dumps(sites[0]["classes"], ensure_ascii=False, indent=1)
+            atomic_files.write(classes, f"{text}\n".encode())
+    raise typer.Exit(int(bool(found)))
 
 
 def _table(sites: list[Description]) -> Table:
     from partita.site.description.compare import largest_class, rows_of
-    from partita.site.description.describe import PARTS
-    from partita.site.description.tables import LARGEST, MODE, SIDE, TOKENS
 
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("site", "rows", "train", "classes", "largest class", "median text or image", "protection"):
-        table.add_column(heading, justify="right" if heading in ("rows", "train", "classes") else "left")
+    for heading in ("site", "rows", "classes", "largest class", "median tokens", "protection"):
+        table.add_column(heading, justify="right" if heading in ("rows", "classes") else "left")
     for each in sites:
         largest, share = largest_class(each)
-        tokens, side = (each.typical.get(name, {}).get("50%") for name in (TOKENS, SIDE))
-        mode = each.typical.get(MODE, {}).get(LARGEST, "hidden")
-        inputs = f"{tokens} tokens" if tokens else f"{side} pixels, {mode}" if side else "hidden"
-        guard = each.protection
-        how = f"epsilon {guard.epsilon:g}" if guard.epsilon else f"counts below {guard.least} hidden"
+        least, epsilon = each["protection"]["least"], each["protection"]["epsilon"]
         table.add_row(
-            escape(each.site),
+            escape(each["site"]),
             f"{rows_of(each):,}",
-            f"{each.counts.get(PARTS, {}).get('train') or 0:,}",
-            str(len(each.classes)),
+            str(len(each["classes"])),
             escape(f"{largest} ({share:.0%})") if largest else "hidden",
-            escape(inputs),
-            how,
+            escape(each["typical"].get("50%", "")),
+            f"epsilon {epsilon:g}" if epsilon else f"counts below {least} hidden",
         )
     return table

@@ -31,7 +31,7 @@ def doctor(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, without anything that may quote data.")] = False,
 ) -> None:
-    """Check port, certificate, clock, versions, device, disk and data, and rehearse one round with fake weights.
+    """Check key, server, clock, versions, data and policy, and rehearse one round with fake weights.
 
     Nothing is sent but a request for the server's time. Exits with 1 if a check failed; each failure says what to do.
     """

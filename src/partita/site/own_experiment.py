@@ -10,9 +10,9 @@ from partita.core.options import format_value
 from partita.engines.flower.site import Site
 from partita.experiment.config import Config, apply_override, read_toml, shared_digest
 from partita.experiment.config_code import anchored, code_digests
-from partita.experiment.flower_app import open_site, site_experiment, site_settings
+from partita.experiment.flower_app import as_one_site, open_site, site_experiment, site_settings
 from partita.site.config import SiteConfig
-from partita.site.policy import Policy
+from partita.site.policy import Policy, load_policy
 from partita.site.terms import Terms
 
 
@@ -42,6 +42,15 @@ def own_settings(site: SiteConfig, policy: Policy) -> tuple[Config, Config]:
             "and to approve it, run 'partita site approve'"
         )
     return site_settings(site.experiment_file, site.name, (), site.changes)
+
+
+def load_approved(site: SiteConfig) -> Config:
+    """Load the experiment as this site runs it, by the code that its policy approves.
+
+    Raises:
+        CodeRefused: If the experiment names code that the policy does not approve. It is not run.
+    """
+    return as_one_site(own_settings(site, load_policy(site.policy_file))[1])
 
 
 def load_terms(site: SiteConfig, policy: Policy) -> Terms:

@@ -103,7 +103,8 @@ def deploy_locally(
         stack.callback(terminate, running)
 
         def launch(log: Path, *command: str) -> subprocess.Popen[bytes]:
-            with log.open("wb") as output:
+            log.unlink(missing_ok=True)
+            with log.open("ab") as output:  # a SuperNode and the process that answers for it both append
                 # Its own process group, so that its child processes can be ended with it.
                 process = subprocess.Popen(
                     [find_executable(command[0], environment), *command[1:]],

@@ -4,72 +4,60 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict, cast
 
-from partita.storage.atomic_files import DamageError, LinkError, parse_json, read
+from partita.record.check import ShapeError, check_of, only
+from partita.storage import atomic_files
+from partita.storage.atomic_files import DamageError, LinkError
 from partita.storage.safe_text import printable
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 2**20  # of a file
 MAX_NAME = 100  # characters of a name
 MAX_CLASSES = 1000
-MAX_TABLES = 20
-MAX_CELLS = 1000
 MAX_COUNT = 10**12
-REMEDY = "ask the site to write it again with: partita site describe"
+CLASSES_FILE = "classes.json"  # in a site's folder: the classes that the group agreed on, in order
+
+Name = Annotated[
+    str, only(lambda text: 0 < len(text) <= MAX_NAME and printable(text) == text, f"1 to {MAX_NAME} visible characters")
+]
+Count = Annotated[int, only(lambda count: 0 <= count <= MAX_COUNT, f"a number from 0 to {MAX_COUNT:,}")]
+Classes = Annotated[
+    list[Name],
+    only(lambda names: len(names) == len(set(names)) <= MAX_CLASSES, f"at most {MAX_CLASSES} different names"),
+]
 
 
 class DescriptionError(ValueError):
     """A description cannot be read, or cannot be made."""
 
 
-@dataclass(frozen=True)
-class Protection:
-    """How the counts of a description are protected. Names of classes and facts are not.
+class Protection(TypedDict):
+    """How the counts of a description are protected. Names of classes and facts are not."""
 
-    Attributes:
-        least: Counts of fewer units are hidden; 0 if noise is added instead.
-        unit: What is protected: "row", or the column whose values are units.
-        epsilon: Of all counts together, if noise is added; 0 if not.
-        scales: The scale of the discrete Laplace noise in each table, if noise is added.
-    """
-
-    least: int = 0
-    unit: str = "row"
-    epsilon: float = 0.0
-    scales: Mapping[str, float] | None = None
+    least: Count  # counts of fewer units are hidden; 0 if noise is added instead
+    unit: Name  # what is protected: "row", or the column whose values are units
+    epsilon: Annotated[float, only(lambda value: 0 <= value <= MAX_COUNT, "a number from 0 up")]  # 0: no noise is added
 
 
-@dataclass(frozen=True)
-class Description:
-    """What a site tells about its data.
+class Description(TypedDict):
+    """What a site tells about its data."""
 
-    Attributes:
-        site: Name of the site.
-        data: Name of the data in the experiment, such as "text".
-        kind: Kind of the task.
-        facts: Properties that must be the same at all sites, such as the size of images.
-        classes: Names of the classes, in order; empty if the task has none.
-        protection: How the counts are protected.
-        counts: Rows in each cell of each table; None if hidden.
-        typical: For tables of lengths, sizes and modes, the cells that hold the 10%, 50% and 90% quantile of the rows,
-            and the largest cell.
-    """
-
-    site: str
-    data: str
-    kind: str
-    facts: Mapping[str, int]
-    classes: tuple[str, ...]
+    format: Annotated[int, only(lambda number: number == FORMAT, f"{FORMAT}, which this version of partita reads")]
+    site: Name
+    data: Name  # name of the data in the experiment, such as "text"
+    kind: Name  # kind of the task
+    facts: Mapping[Name, Count]  # what must be the same at all sites, such as the size of images
+    classes: Classes  # in order; empty if the task has none
     protection: Protection
-    counts: Mapping[str, Mapping[str, int | None]]
-    typical: Mapping[str, Mapping[str, str]]
+    counts: Mapping[Name, Mapping[Name, Count | None]]  # rows in each cell of each table; None if hidden
+    typical: Mapping[Name, Name]  # quantiles of the lengths of texts, each as the cell that holds it
 
-    def to_json(self) -> str:
-        """Return the content of the file."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
+
+def to_json(description: Description) -> str:
+    """Return the content of the file."""
+    return json.dumps(description, indent=1, ensure_ascii=False) + "\n"
 
 
 def read_description(path: Path) -> Description:
@@ -78,103 +66,35 @@ def read_description(path: Path) -> Description:
     Raises:
         DescriptionError: If the file cannot be read, is too large, or is not a description.
     """
-    try:
-        raw = parse_json(read(path, MAX_BYTES), printable(path))
-    except (OSError, DamageError, LinkError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error).partition(";")[0]
-        raise DescriptionError(f"cannot read {printable(path)}: {printable(reason)[:300]}; {REMEDY}") from error
-    try:
-        return _description(raw)
-    except DescriptionError as error:
-        raise DescriptionError(f"{printable(path)} is not a description of a site: {error}; {REMEDY}") from error
+    return cast(Description, _read(path, Description, "ask the site to write it again with: partita site describe"))
 
 
-def check_name(name: object, what: str) -> str:
-    """Return a name that is a short, printable text.
+def read_classes(path: Path) -> tuple[str, ...]:
+    """Read the classes that the group agreed on, in order.
 
     Raises:
-        DescriptionError: If it is not.
+        DescriptionError: If the file is not a list of names.
     """
-    if not isinstance(name, str):
-        raise DescriptionError(f"{what} is not a text")
-    if not 0 < len(name) <= MAX_NAME:
-        raise DescriptionError(f"{what} has {len(name):,} characters; it must have 1 to {MAX_NAME}")
-    if printable(name) != name:
-        raise DescriptionError(f"{what} has invisible characters")
-    return name
+    return tuple(_read(path, Classes, "ask the server's operator for it"))
 
 
-def _description(raw: object) -> Description:
-    fields = _table(raw, "the file", {"format", *Description.__dataclass_fields__})
-    if type(fields["format"]) is not int or fields["format"] != FORMAT:
-        raise DescriptionError(f"it has another format than {FORMAT}, which this version of partita reads")
-    protection = _table(fields["protection"], "'protection'", set(Protection.__dataclass_fields__))
-    classes = fields["classes"]
-    if not isinstance(classes, list) or len(classes) > MAX_CLASSES:
-        raise DescriptionError(f"'classes' is not a list of at most {MAX_CLASSES} names")
-    names = tuple(check_name(name, "the name of a class") for name in classes)
-    if len(set(names)) < len(names):
-        raise DescriptionError("a class is listed twice")
-    counts = _mapping(fields["counts"], "'counts'", MAX_TABLES)
-    return Description(
-        site=check_name(fields["site"], "'site'"),
-        data=check_name(fields["data"], "'data'"),
-        kind=check_name(fields["kind"], "'kind'"),
-        facts={name: _count(value) for name, value in _mapping(fields["facts"], "'facts'", MAX_TABLES).items()},
-        classes=names,
-        protection=Protection(
-            _count(protection["least"]),
-            check_name(protection["unit"], "'unit'"),
-            _number(protection["epsilon"]),
-            None
-            if protection["scales"] is None
-            else {
-                name: _number(value) for name, value in _mapping(protection["scales"], "'scales'", MAX_TABLES).items()
-            },
-        ),
-        counts={
-            name: {
-                cell: None if value is None else _count(value)
-                for cell, value in _mapping(cells, "a table of 'counts'", MAX_CELLS).items()
-            }
-            for name, cells in counts.items()
-        },
-        typical={
-            name: {
-                which: check_name(cell, "a typical cell") for which, cell in _mapping(cells, "'typical'", 10).items()
-            }
-            for name, cells in _mapping(fields["typical"], "'typical'", MAX_TABLES).items()
-        },
-    )
+def check_classes(classes: tuple[str, ...]) -> list[str]:
+    """Return the names of classes, which leave the site.
 
-
-def _table(raw: object, where: str, keys: set[str]) -> dict[str, Any]:
-    if not isinstance(raw, dict):
-        raise DescriptionError(f"{where} is not a table")
-    if wrong := sorted(raw.keys() ^ keys):
+    Raises:
+        DescriptionError: If they are too many for classes, or no names.
+    """
+    try:
+        return cast(list[str], check_of(Classes)(list(classes), "the list of classes"))
+    except ShapeError as error:
         raise DescriptionError(
-            f"{where} {'has the unknown' if wrong[0] in raw else 'lacks the'} key {_shown(wrong[0])}"
-        )
-    return raw
+            f"{error}; name the right column in data.label: names of classes leave the site"
+        ) from error
 
 
-def _mapping(raw: object, where: str, most: int) -> dict[str, Any]:
-    if not isinstance(raw, dict) or len(raw) > most:
-        raise DescriptionError(f"{where} is not a table of at most {most} entries")
-    return {check_name(name, f"a name in {where}"): value for name, value in raw.items()}
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_COUNT:
-        raise DescriptionError(f"a count is not a number from 0 to {MAX_COUNT:,}")
-    return value
-
-
-def _number(value: object) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= MAX_COUNT:  # type: ignore[operator]
-        raise DescriptionError(f"a number is not from 0 to {MAX_COUNT:,}")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _shown(text: str) -> str:
-    return repr(printable(text)[:MAX_NAME])
+def _read(path: Path, form: Any, remedy: str) -> Any:
+    where = printable(path)
+    try:
+        return check_of(form)(atomic_files.parse_json(atomic_files.read(path, MAX_BYTES), where), where)
+    except (OSError, DamageError, LinkError, ShapeError) as error:
+        raise DescriptionError(f"cannot read {where}: {printable(error).partition(';')[0][:300]}; {remedy}") from error

@@ -1,4 +1,4 @@
-"""Checks of the way to the server: port, certificate and clock."""
+"""Checks of the way to the server: its port, its certificate and its clock."""
 
 from __future__ import annotations
 
@@ -6,104 +6,97 @@ import http.client
 import socket
 import ssl
 import time
-from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
 
 from partita.site.config import SiteConfig
-from partita.site.doctor.checks import Examined, Outcome, failed, ok, warning
+from partita.site.doctor.checks import Examined, Outcome, failed, ok
 
 TIMEOUT = 10.0  # seconds to wait for the server
 WARN_DAYS = 30  # a certificate that expires sooner is a warning
 MAX_CLOCK_DIFFERENCE = 60.0  # seconds
-# Codes of OpenSSL's verification.
-NOT_YET_VALID, EXPIRED = 9, 10
-OTHER_NAME = (62, 64)  # host name, address
-OTHER_AUTHORITY = (7, 18, 19, 20, 21, 30)  # signature, self-signed, unknown issuer, key identifier
+ASK = "ask the server's operator"
+# What may be wrong with the connection, special errors first, and the remedy.
+FAULTS: tuple[tuple[type[Exception], str, str], ...] = (
+    (socket.gaierror, "the name {host} is unknown here", "correct server.address, or add the name to DNS"),
+    (
+        TimeoutError,
+        f"{{host}}, port {{port}} did not answer in {TIMEOUT:g} s",
+        "allow outgoing TCP {port} to {host} in this site's firewall",
+    ),
+    (
+        ConnectionRefusedError,
+        "{host}, port {port} refuses connections",
+        f"{ASK} whether the SuperLink runs, and compare the port with server.address",
+    ),
+    (
+        ssl.SSLError,
+        "{host}, port {port} does not speak TLS",
+        f"{ASK} to start the SuperLink with its certificate, never with --insecure",
+    ),
+    (OSError, "{host}, port {port} cannot be reached ({error})", f"check this machine's network; {ASK}"),
+)
+# The same for OpenSSL's verification, by its codes.
+OTHER_AUTHORITY = (
+    "the certificate of {host} is not from the group's authority",
+    f"do not connect, and {ASK} by phone for the fingerprint of ca.crt; a proxy may open TLS",
+)
+OUT_OF_DATE = (
+    "a certificate of {host} is out of date ({reason})",
+    f"correct this machine's clock if it is wrong, or {ASK} for a new certificate",
+)
+OTHER_NAME = (
+    "the server's certificate is for another name than {host}",
+    f"{ASK} for a name in the certificate, and use it in server.address",
+)
+REFUSALS = {
+    **dict.fromkeys((7, 18, 19, 20, 21, 30), OTHER_AUTHORITY),
+    **dict.fromkeys((9, 10), OUT_OF_DATE),
+    **dict.fromkeys((62, 64), OTHER_NAME),
+}
+REFUSED = ("the certificate of {host} is refused: {reason}", f"{ASK} for a new one")
 
 
-def check_port(examined: Examined) -> Outcome:
-    """Check that the server's port accepts TCP connections from here."""
+def check_server(examined: Examined) -> Outcome:
+    """Check that the server answers, and proves its name with a certificate of the group's authority."""
     host, port = server_of(examined.site)
-    where, began = f"{host}, port {port}", time.perf_counter()
+    authority = examined.site.root_certificates
     try:
-        with socket.create_connection((host, port), TIMEOUT):
-            return ok(f"{where} answers in {1000 * (time.perf_counter() - began):.0f} ms")
-    except socket.gaierror:
-        return failed(f"the name {host} is unknown here", "correct server.address in site.toml, or add the name to DNS")
-    except TimeoutError:
-        return failed(
-            f"{where} did not answer in {TIMEOUT:g} s", f"allow outgoing TCP {port} to {host} in this site's firewall"
-        )
-    except ConnectionRefusedError:
-        return failed(
-            f"{where} refuses connections",
-            "ask the server's operator whether the SuperLink runs, and compare the port with server.address",
-        )
-    except OSError as error:
-        return failed(f"{where} cannot be reached ({error.strerror})", "check this machine's network and its routes")
-
-
-def check_certificate(examined: Examined) -> Outcome:
-    """Check that the server proves its name with a certificate of the group's authority."""
-    site = examined.site
-    host, port = server_of(site)
-    try:
-        context = tls_context(site)
-    except FileNotFoundError:
-        return failed(
-            f"{site.root_certificates} does not exist",
-            "ask the server's operator for the group's certificate authority",
-        )
+        context = ssl.create_default_context(cafile=str(authority))
     except (ssl.SSLError, OSError):
-        return failed(
-            f"{site.root_certificates} holds no certificate that can be read",
-            "ask the server's operator for a new copy",
-        )
+        return failed(f"{authority} holds no certificate that can be read", f"{ASK} for the group's ca.crt")
     try:
-        end = _expiry(context, host, port)
+        with (
+            socket.create_connection((host, port), TIMEOUT) as plain,
+            context.wrap_socket(plain, server_hostname=host) as secure,
+        ):
+            certificates = [secure.getpeercert() or {}, *context.get_ca_certs()]
     except ssl.SSLCertVerificationError as error:
-        return _refused(context, error, host, port)
-    except ssl.SSLError:
-        return failed(
-            f"{host}, port {port} does not speak TLS",
-            "ask the server's operator to start the SuperLink with its certificate, never with --insecure",
-        )
-    except (TimeoutError, ConnectionError):
-        return failed(
-            f"{host}, port {port} closes the connection before it shows a certificate",
-            "ask the server's operator, and whoever runs a proxy between here and there",
-        )
-    authority = min(ssl.cert_time_to_seconds(str(each["notAfter"])) for each in context.get_ca_certs())
-    days = (min(end, authority) - time.time()) / 86400
-    whose = "the server's certificate" if end <= authority else "the group's certificate authority"
-    if days < WARN_DAYS:
-        return warning(f"{whose} expires in {days:.0f} days", "ask the server's operator for its successor now")
-    return ok(f"the group's authority vouches for {host}; {whose} expires in {days:.0f} days")
+        sentence, remedy = REFUSALS.get(error.verify_code, REFUSED)
+        return failed(sentence.format(host=host, reason=error.verify_message), remedy)
+    except OSError as error:
+        sentence, remedy = next((fault[1], fault[2]) for fault in FAULTS if isinstance(error, fault[0]))
+        return failed(sentence.format(host=host, port=port, error=error), remedy.format(host=host, port=port))
+    end = min(ssl.cert_time_to_seconds(str(each["notAfter"])) for each in certificates)  # of the server, its authority
+    days = (end - time.time()) / 86400
+    shown = f"the group's authority vouches for {host}; the first certificate expires in {days:.0f} days"
+    return Outcome("warning", shown, f"{ASK} for its successor now") if days < WARN_DAYS else ok(shown)
 
 
 def check_clock(examined: Examined) -> Outcome:
     """Compare this machine's clock with the `Date` of an answer of the server's."""
-    site = examined.site
-    host, port = server_of(site)
-    connection = http.client.HTTPSConnection(host, port, timeout=TIMEOUT, context=tls_context(site))
+    host, port = server_of(examined.site)
+    context = ssl.create_default_context(cafile=str(examined.site.root_certificates))
+    connection = http.client.HTTPSConnection(host, port, timeout=TIMEOUT, context=context)
     try:
         before = time.time()
         connection.request("HEAD", "/health")
         date = connection.getresponse().getheader("Date")
-        here = (before + time.time()) / 2
-    except (OSError, http.client.HTTPException) as error:
-        return failed(
-            f"the server does not answer an HTTPS request ({type(error).__name__})",
-            "ask the server's operator whether the SuperLink runs behind this port",
-        )
+        there = parsedate_to_datetime(date or "").timestamp()
+    except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
+        return failed(f"the server's answer has no date ({type(error).__name__})", f"{ASK} whether the SuperLink runs")
     finally:
         connection.close()
-    try:
-        there = parsedate_to_datetime(date or "").timestamp()
-    except (ValueError, OverflowError):
-        return warning("the server's answer has no date, so the clocks were not compared", "compare them by hand")
-    difference = here - there
+    difference = (before + time.time()) / 2 - there
     if abs(difference) > MAX_CLOCK_DIFFERENCE:
         return failed(
             f"this clock is {abs(difference):,.0f} s {'ahead of' if difference > 0 else 'behind'} the server's",
@@ -116,55 +109,3 @@ def server_of(site: SiteConfig) -> tuple[str, int]:
     """Return host and port of the server."""
     host, _, port = site.server.address.rpartition(":")
     return host.strip("[]"), int(port)
-
-
-def tls_context(site: SiteConfig) -> ssl.SSLContext:
-    """Return settings for TLS that trust the group's authority alone."""
-    return ssl.create_default_context(cafile=str(site.root_certificates))
-
-
-def _expiry(context: ssl.SSLContext, host: str, port: int) -> float:
-    """Return when the server's certificate expires, in seconds since 1970."""
-    with (
-        socket.create_connection((host, port), TIMEOUT) as plain,
-        context.wrap_socket(plain, server_hostname=host) as secure,
-    ):
-        shown = secure.getpeercert()
-        assert shown is not None
-        return ssl.cert_time_to_seconds(str(shown["notAfter"]))
-
-
-def _refused(context: ssl.SSLContext, error: ssl.SSLCertVerificationError, host: str, port: int) -> Outcome:
-    today = datetime.now(UTC).strftime("%Y-%m-%d")
-    if error.verify_code in (EXPIRED, NOT_YET_VALID):
-        state = "has expired" if error.verify_code == EXPIRED else "is not valid yet"
-        return failed(
-            f"a certificate of {host} {state}, by this machine's clock, which says {today}",
-            "correct the clock if that is wrong, else ask the server's operator for a new certificate",
-        )
-    if error.verify_code in OTHER_NAME:
-        return failed(
-            f"the server's certificate is for {_names(context, host, port)}, not for {host}",
-            "use one of these names in server.address, or ask the server's operator to add this one",
-        )
-    if error.verify_code in OTHER_AUTHORITY:
-        return failed(
-            f"the certificate of {host} is not from the group's authority",
-            "do not connect: compare the fingerprint of ca.crt with the server's operator by phone; if it is right, "
-            "someone between here and there (a proxy that opens TLS?) shows another certificate",
-        )
-    return failed(
-        f"the certificate of {host} is refused: {error.verify_message}", "ask the server's operator for a new one"
-    )
-
-
-def _names(context: ssl.SSLContext, host: str, port: int) -> str:
-    """Return the names in the server's certificate, which the group's authority has signed."""
-    context.check_hostname = False
-    with (
-        socket.create_connection((host, port), TIMEOUT) as plain,
-        context.wrap_socket(plain, server_hostname=host) as secure,
-    ):
-        shown: Any = secure.getpeercert()
-        names = [str(name) for _, name in shown.get("subjectAltName", ())]
-    return ", ".join(names) or "no name at all"
