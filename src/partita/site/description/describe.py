@@ -67,17 +67,11 @@ def describe(
         counts = _noisy(tables, exact)
         typical = typical_cells(counts[TOKENS]) if TOKENS in counts else {}
     facts = {"data.channels": task.channels, "data.size": task.size, "data.max_length": token_limit(task)}
-    return Description(
-        format=FORMAT,
-        site=site,
-        data=config.data["name"],
-        kind=task.kind.name,
-        facts={name: value for name, value in facts.items() if value},
-        classes=classes,
-        protection=protection,
-        counts=counts,
-        typical=typical,
-    )
+    return {
+        "format": FORMAT, "site": site, "data": config.data["name"], "kind": task.kind.name,
+        "facts": {name: value for name, value in facts.items() if value},
+        "classes": classes, "protection": protection, "counts": counts, "typical": typical,
+    }  # fmt: skip
 
 
 def charge(state: Path, epsilon: float) -> float:

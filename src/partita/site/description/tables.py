@@ -10,11 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from partita.core.data import text_lengths
 from partita.core.options import closest_match
 from partita.data import DataError, Task
-from partita.data.choice_examples import ChoiceExamples
-from partita.data.ragged import RaggedExamples
-from partita.data.seq2seq_examples import Seq2SeqExamples
 
 Ints = NDArray[np.int64]
 QUANTILES = (10, 50, 90)  # in percent
@@ -79,13 +77,11 @@ def _class_table(task: Task) -> CountTable | None:
     """Return how many rows have each class, also of those held out; None if the task has no classes."""
     if task.kind.outputs != "classes" or not task.classes:
         return None
-    (rows, places), (more_rows, more_places) = (
-        _classes_of(table, len(task.classes)) for table in (task.train, task.test)
-    )
-    rows, places = torch.cat([rows, more_rows + _row_count(task.train)]), torch.cat([places, more_places])
-    return CountTable(
-        CLASSES, task.classes, rows.numpy(), places.numpy(), 1 if task.kind.one_class else len(task.classes)
-    )
+    count = len(task.classes)
+    rows, places = _classes_of(task.train, count)
+    held_out, more = _classes_of(task.test, count)
+    rows, places = torch.cat([rows, held_out + _row_count(task.train)]), torch.cat([places, more])
+    return CountTable(CLASSES, task.classes, rows.numpy(), places.numpy(), 1 if task.kind.one_class else count)
 
 
 def _token_table(task: Task) -> CountTable | None:
@@ -111,8 +107,7 @@ def _token_table(task: Task) -> CountTable | None:
 
 def token_limit(task: Task) -> int:
     """Return the maximum number of tokens of a text; 0 if the inputs are not texts."""
-    table = _texts(task.train)
-    return 0 if table is None else int(table.limit)
+    return int(getattr(getattr(task.train, "sources", task.train), "limit", 0))
 
 
 def units_of(task: Task, groups: str | None) -> Ints:
@@ -134,27 +129,19 @@ def units_of(task: Task, groups: str | None) -> Ints:
     return np.unique(np.array(values), return_inverse=True)[1].astype(np.int64)
 
 
-def _texts(table: Any) -> Any:
-    table = table.sources if isinstance(table, Seq2SeqExamples) else table
-    return table if isinstance(table, RaggedExamples | ChoiceExamples) else None
-
-
 def _token_lengths(table: Any) -> torch.Tensor | None:
     """Return the number of tokens of each text, with special ones, (row,); None if the inputs are not texts."""
-    if (table := _texts(table)) is None:
-        return None
-    lengths, documents = table.lengths(torch.arange(len(table))).long(), _documents(table)
-    return (
-        lengths
-        if documents is None
-        else torch.zeros(_row_count(table), dtype=torch.long).index_add_(0, documents, lengths)
-    )
+    table = getattr(table, "sources", table)
+    lengths, documents = text_lengths(table, torch.arange(len(table))), _documents(table)
+    if lengths is None or documents is None:
+        return lengths
+    return torch.zeros(_row_count(table), dtype=torch.long).index_add_(0, documents, lengths.long())
 
 
 def _classes_of(table: Any, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pairs of row and class that occur, each once."""
     targets = table.targets
-    if isinstance(table, RaggedExamples) and table.each_token:
+    if getattr(table, "each_token", False):
         row, place = torch.arange(len(table)).repeat_interleave(table.offsets.diff()), targets.long()
         real = (targets >= 0) & (targets < classes)
         row, place = row[real], place[real]

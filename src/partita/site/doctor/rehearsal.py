@@ -85,17 +85,9 @@ def rehearse(experiment: Experiment, site: SiteConfig, folder: Path) -> messages
     job = replace(job, params=params, stale=frozenset(params))
     digest = shared_digest(experiment.config)
     content = messages.encode_job(job, Fingerprints()(params), SESSION, digest, experiment.base_digest, 0, 0)
+    evaluator, base, data = experiment.evaluator, experiment.base_digest, _few(experiment, name)
     rehearsing = Site(
-        run,
-        experiment.model,
-        name,
-        _few(experiment, name),
-        folder,
-        Availability(),
-        experiment.device,
-        experiment.evaluator,
-        digest,
-        lambda: experiment.base_digest,
+        run, experiment.model, name, data, folder, Availability(), experiment.device, evaluator, digest, lambda: base
     )
     return train(rehearsing, content)
 
