@@ -106,10 +106,10 @@ class Authority:
         return file
 
 
-def make_authority(last: int = 3650) -> Authority:
+def make_authority(last: int = 3650, name: str = "hospital group") -> Authority:
     """Make a certificate authority that is valid until day `last`, counted from today."""
     key = ec.generate_private_key(ec.SECP256R1())
-    built = _builder("hospital group", key, -1, last).issuer_name(_name("hospital group"))
+    built = _builder(name, key, -1, last).issuer_name(_name(name))
     built = built.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
     return Authority(key, built.sign(key, hashes.SHA256()))
 

@@ -74,7 +74,6 @@ def deploy_locally(
     clients: Sequence[str],
     folder: Path,
     modules: Sequence[str] = (),
-    nodes: str = "",
     gate: Callable[[int], int] = lambda port: port,
 ) -> Iterator[LocalDeployment]:
     """Start a SuperLink, one SuperNode per client, and a process that answers for all of them.
@@ -85,7 +84,6 @@ def deploy_locally(
         clients: The clients' names.
         folder: Folder for logs and client state.
         modules: Modules that the answering process imports before the first message.
-        nodes: Text that is appended to every node config.
         gate: Maps the SuperLink's port to the port that the SuperNodes connect to.
 
     Raises:
@@ -126,7 +124,7 @@ def deploy_locally(
         started, places, target_port = {}, list[str](), gate(port)
         for client, node_port in zip(clients, node_ports, strict=True):
             log = folder / f"{path_component(client)}.log"
-            config = f'client={json.dumps(client)} folder="{folder / "sites"}" {nodes}'
+            config = f'client={json.dumps(client)} folder="{folder / "sites"}"'
             tasks = ("--isolation", "process", "--superexec-auth-secret-file", str(secret_file))
             address = ("--superlink", f"127.0.0.1:{target_port}", "--node-config", config)
             started[client] = launch(log, "flower-supernode", *listen, str(node_port), *tasks, *address)
