@@ -15,7 +15,29 @@ import partita
 TOLERANCE = 1.05
 # Lower a number when a package has become smaller. Raise one only for what users asked for, and say so in the commit.
 BUDGETS = {
-    "partita": 45000,
+    "cli": 2316,
+    "compression": 217,
+    "core": 3982,
+    "data": 5277,
+    "engines": 2768,
+    "evaluation": 1191,
+    "experiment": 6509,
+    "methods": 2132,
+    "models": 4892,
+    "privacy": 1432,
+    "record": 549,
+    "report": 3198,
+    "secure_aggregation": 1376,
+    "site": 2190,
+    "storage": 639,
+    "tasks": 322,
+    "templates": 304,
+    "testing": 1063,
+    "top": 497,
+    "track": 309,
+    "trainers": 1134,
+    "training": 2146,
+    "watch": 375,
 }
 PACKAGE = Path(partita.__file__).parent
 NO_CODE = {
