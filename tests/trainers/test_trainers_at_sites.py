@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import chdir
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from partita.experiment import flower_app
 from partita.experiment.builder import build
 from partita.experiment.config import load
 from partita.record import file_names
+from partita.site.doctor.rehearsal import check_rehearsal
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs it")
 __all__ = ["task_identity"]
@@ -120,6 +122,17 @@ def test_state_of_a_site_is_kept_between_messages(case: dict[str, Any], tmp_path
     alone = [json.loads(line) for line in (tmp_path / "one" / "run" / file_names.ROWS).read_text().splitlines()]
     assert [row["train_loss"] for row in rows] == [row["train_loss"] for row in alone]
     assert [row["personal"] for row in rows] == [row["personal"] for row in alone]
+
+
+@pytest.mark.slow
+def test_the_doctor_rehearses_with_the_trainer(tmp_path: Path) -> None:
+    write_parties(tmp_path)
+    with chdir(tmp_path / "north"):
+        _, own = flower_app.site_settings(tmp_path / "north" / "experiment.toml", "north", (), ())
+        experiment = flower_app.site_experiment("north", own)
+        site: Any = SimpleNamespace(name="north", state_folder=tmp_path)
+        outcome = check_rehearsal(SimpleNamespace(experiment=experiment, site=site))  # type: ignore[arg-type]
+    assert outcome.status == "ok", outcome.sentence
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import tempfile
 import time
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -86,8 +87,11 @@ def rehearse(experiment: Experiment, site: SiteConfig, folder: Path) -> messages
     digest = shared_digest(experiment.config)
     content = messages.encode_job(job, Fingerprints()(params), SESSION, digest, experiment.base_digest, 0, 0)
     evaluator, base, data = experiment.evaluator, experiment.base_digest, _few(experiment, name)
+    make_engine = None if experiment.make_engine is None else partial(experiment.make_engine, experiment)
     rehearsing = Site(
-        run, experiment.model, name, data, folder, Availability(), experiment.device, evaluator, digest, lambda: base
+        *(run, experiment.model, name, data, folder, Availability(), experiment.device, evaluator, digest),
+        lambda: base,
+        make_engine=make_engine,
     )
     return train(rehearsing, content)
 
@@ -103,7 +107,10 @@ def fake_weights(params: Tensors, key: Key) -> Tensors:
 
 
 def _few(experiment: Experiment, client: str) -> ClientData:
+    """Return the first examples of a client; all of them if a Trainer goes through them itself."""
     data, training = experiment.federation[client], experiment.run.training
+    if experiment.make_engine is not None:
+        return data
     count = BATCHES * training.batch_size * training.accumulate
     return ClientData(FewExamples(data.train, count), data.validation, data.test)
 
