@@ -19,10 +19,10 @@ from partita.core.layer_compiler import compiled_layers
 from partita.core.rng import Key
 from partita.models.architectures.general import GENERAL, HeadInputs
 from partita.models.dropout import use_keyed_dropout
-from partita.models.hugging_face import use_gradients
 from partita.models.layer_forward import use_layer_forward
 from partita.models.split_qkv import SplitQKV
 from partita.models.torch_functions import resized
+from partita.models.transformers_experts import use_gradients
 
 STATES = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(0))  # (example, token, width)
 

@@ -19,6 +19,7 @@ from partita.models.architectures.general import HeadInputs
 from partita.models.attention_scores import attention_to, head_dimensions
 from partita.models.dropout import use_keyed_dropout
 from partita.models.functional import FunctionalModel, Operations, ParameterSlot, empty_slots, of_transformers
+from partita.models.generation import decode, generate
 from partita.models.layer_forward import use_layer_forward
 from partita.models.quantization import Mode, quantizable, quantize_frozen, warn_of_trained
 from partita.models.skip_layers import skip_layers
@@ -27,119 +28,6 @@ from partita.tasks import IMAGE, TEXT, TaskKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-from functools import cache
-from types import SimpleNamespace
-
-from transformers.integrations import moe
-
-from partita.core.data import IGNORE_INDEX
-from partita.models.functional import without_logs
-
-Gradients = tuple[torch.Tensor, torch.Tensor]
-
-
-def _gradients(grad: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> Gradients:
-    """Return the gradients of `states`, (row, in), sorted by expert, and of `weight`, (expert, in, out)."""
-    given = SimpleNamespace(saved_tensors=(states, weight), offs=ends)
-    of_states, of_weight, _ = moe._grouped_mm_fallback_backward(given, grad)
-    return of_states, of_weight
-
-
-def _shapes(grad: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> Gradients:
-    return torch.empty_like(states), torch.empty_like(weight)
-
-
-def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-    return (*torch.ops.partita.grouped_mm_gradients(grad, *ctx.saved_tensors), None)
-
-
-@cache
-def use_gradients() -> None:
-    """Replace the gradient, unless this version of transformers has no such operation."""
-    if not hasattr(moe, "_grouped_mm_fallback_backward"):
-        return
-    torch.library.custom_op(
-        "partita::grouped_mm_gradients",
-        _gradients,
-        mutates_args=(),
-        schema="(Tensor grad, Tensor states, Tensor weight, Tensor ends) -> (Tensor, Tensor)",
-    )
-    torch.library.register_fake("partita::grouped_mm_gradients", _shapes)
-    torch.library.register_autograd("transformers::grouped_mm_fallback", _backward, setup_context=_save)
-
-
-READ = ("input_ids", "attention_mask")  # a decoder's other inputs hold the answer, which generation must not see
-WRITERS = ("seq2seq", "lm")  # heads that predict the next token
-
-
-@torch.inference_mode()
-def generate(model: FunctionalModel, params: Tensors, inputs: Tensors, max_new_tokens: int) -> list[str]:
-    """Generate texts greedily. Everything else is as the model's own generation config says.
-
-    A text of a model without an encoder goes on after the inputs, and ends with the first special token, because chat
-    templates end an answer with special tokens of their own.
-
-    Args:
-        model: The model.
-        params: All its parameters.
-        inputs: The inputs of a batch. If the model has no encoder, they are padded at the start.
-        max_new_tokens: Maximum number of tokens of a text.
-
-    Raises:
-        ModelError: If the model generates no text, or has no tokenizer.
-    """
-    if model.kind.head not in WRITERS:
-        raise ModelError(
-            f"{model.name} has a head for '{model.kind.head}' and generates no text; use 'chat' or 'seq2seq' data"
-        )
-    given = {name: inputs[name] for name in READ}
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1}
-    read = 0
-    if model.kind.head == "lm":
-        read = given["input_ids"].shape[1]
-        options |= {"eos_token_id": special_tokens(model), "pad_token_id": special_tokens(model)[0]}
-    with model.installed(params), without_logs():
-        module: Any = model.module  # transformers has no type for it
-        tokens = module.generate(**given, **options)
-    return decode(model, tokens[:, read:])
-
-
-def special_tokens(model: FunctionalModel) -> list[int]:
-    """Return the special tokens of the model's tokenizer.
-
-    Raises:
-        ModelError: If there are none, so that no text would end.
-    """
-    tokenizer = _tokenizer(model)
-    added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
-    found = sorted({*added, *tokenizer.all_special_ids})
-    if not found:
-        raise ModelError(f"the tokenizer of {model.name} has no special token with which a text could end; set one")
-    return found
-
-
-def decode(model: FunctionalModel, tokens: torch.Tensor) -> list[str]:
-    """Return the texts of token ids, (example, token), without special tokens. Ignored targets are padding.
-
-    Raises:
-        ModelError: If the model has no tokenizer.
-    """
-    rows = [[token for token in row if token != IGNORE_INDEX] for row in tokens.tolist()]
-    texts: list[str] = _tokenizer(model).batch_decode(rows, skip_special_tokens=True)
-    return texts
-
-
-def _tokenizer(model: FunctionalModel) -> Any:
-    if model.processor is None:
-        raise ModelError(f"{model.name} has no tokenizer to turn tokens into text; use a task with a tokenizer")
-    return model.processor
-
 
 MEAN_POOLING = "its head reads a mean of all tokens (model.pooling), but transformers' reads one token"
 BASE, ALL = "base", "all"  # words of `frozen`: everything but the head, and everything
@@ -214,6 +102,7 @@ def from_module(
     if of_transformers(module):
         from partita.models.torch_functions import use_own_functions
         from partita.models.transformers_attention import use_attention
+        from partita.models.transformers_experts import use_gradients
 
         use_attention(module)
         use_own_functions(module)
