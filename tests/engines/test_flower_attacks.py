@@ -434,7 +434,7 @@ SCORES: dict[str, tuple[Tamper, str]] = {
     "a whole number": (scored({"accuracy": 1}), "'accuracy' is missing, or its type is not float"),
     "a metric of its own": (scored({"mine": 0.5}), "for the unknown metric 'mine'; known metrics: accuracy, ece, loss"),
     "an odd metric": (scored({ODD: 0.5}), r"sent a score for the unknown metric '\x1b[2J"),
-    "many metrics": (scored({f"m{i}": 0.5 for i in range(MANY)}), "sent a score for the unknown metric 'm0'"),
+    "many metrics": (scored({f"m{i}": 0.5 for i in range(MANY)}), f"sent {MANY} scores; it must be at most 256"),
     "no scores": (drop("scores"), "no MetricRecord 'scores'"),
     "texts": (records(scores=ConfigRecord({"accuracy": "1"})), "no MetricRecord 'scores'"),
     "no ticket": (drop("job_id"), "no ConfigRecord 'job_id'"),
