@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -45,6 +46,7 @@ class WatchedRun:
     name: str
     planned: Mapping[str, Any] | None = None
     record: RunRecord | None = None
+    scores: Sequence[tuple[int, float]] = ()  # (round, score) on the test set
     problem: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     result: Mapping[str, Any] | None = None
@@ -66,9 +68,10 @@ class WatchedRun:
                 self.config, _ = read_config(self.folder / CONFIG)
                 self.result = _read_json(self.folder / RESULT, forms.RESULT) if now[RESULT] else None
                 self.record = load_run(self.folder) if self._has_rows() else None
+                self.scores = _scores(self.record) if self.record else ()
             self.problem = ""
         except (OSError, ValueError, RecursionError) as error:
-            self.problem, self.record = short_text(error), None
+            self.problem, self.record, self.scores = short_text(error), None, ()
         return bool(changed - {PROGRESS})
 
     def _has_rows(self) -> bool:
@@ -85,9 +88,6 @@ class WatchedRun:
         paces = [number(progress.get("pace")), *(number(row.get("seconds")) for row in rows[-5:])]
         past = [pace for pace in paces[1:] if pace is not None]
         metric = self.record.metric if self.record else None
-        scores = [(at, value) for at, value in tested(self.record, metric.name) if value is not None] if (
-            self.record and metric
-        ) else []  # fmt: skip
         sign = 1 if metric and metric.higher_is_better else -1
         lost = (
             [*progress.get("lost", {}).items()] or [*(rows[-1].get("lost") or {}).items()] if rows or progress else []
@@ -103,8 +103,8 @@ class WatchedRun:
             "done": rows[-1]["round"] + 1 if rows else 0,
             "pace": paces[0] if paces[0] is not None and paces[0] >= 0 else fmean(past) if past else None,
             "metric": {"name": short_text(metric.name, 60), "percent": metric.fraction} if metric else None,
-            "score": scores[-1] if scores else None,
-            "best": max(scores, key=lambda each: sign * each[1]) if scores else None,
+            "score": self.scores[-1] if self.scores else None,
+            "best": max(self.scores, key=lambda each: sign * each[1], default=None),
             "round": {
                 "phase": short_text(progress.get("phase", ""), 20),
                 **{key: progress.get(key) for key in ("round", "cohort", "asked", "replied", "online")},
@@ -221,7 +221,7 @@ class Watcher:
             try:
                 text = document(tell_apart(records), "Runs so far") if records else ""
             except ReportError as error:
-                text = f"<!doctype html><title>report</title><p>{_escaped(error)}</p>"
+                text = f"<!doctype html><title>report</title><p>{escape(short_text(error))}</p>"
             self._report = self.version, text
         return self._report[1]
 
@@ -238,18 +238,16 @@ def _planned(comparison: Path) -> list[tuple[Path, Mapping[str, Any]]]:
     return [(folder, each) for folder, each in runs if comparison in folder.parents and ".." not in folder.parts]
 
 
+def _scores(record: RunRecord) -> list[tuple[int, float]]:
+    return [(at, score) for at, score in tested(record, record.metric.name) if score is not None]
+
+
 def _signature(path: Path) -> Signature:
     try:
         found = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _escaped(error: Exception) -> str:
-    from html import escape
-
-    return escape(short_text(error))
 
 
 def short_text(text: object, limit: int = MAX_TEXT) -> str:
