@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -64,6 +64,11 @@ class Experiment:
     pace: Pace = field(default_factory=Pace)
     make_engine: Callable[[Experiment, ClientStore], Engine] | None = None
     tester: Engine | None = None
+
+    @property
+    def site_engine(self) -> Callable[[ClientStore], Engine] | None:
+        """Builds the engine of a site; None if the model of partita computes there."""
+        return None if self.make_engine is None else partial(self.make_engine, self)
 
     @cached_property
     def availability(self) -> Availability:

@@ -9,7 +9,7 @@ import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -300,7 +300,7 @@ def open_site(name: str, place: Path, shared: Config, own: Config, key: Path | N
         None if charged is None else charge,
         peers=experiment.federation.clients,
         key=key,
-        make_engine=None if experiment.make_engine is None else partial(experiment.make_engine, experiment),
+        make_engine=experiment.site_engine,
     )
     return site, experiment
 

@@ -11,7 +11,6 @@ import tempfile
 import time
 import warnings
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -87,11 +86,10 @@ def rehearse(experiment: Experiment, site: SiteConfig, folder: Path) -> messages
     digest = shared_digest(experiment.config)
     content = messages.encode_job(job, Fingerprints()(params), SESSION, digest, experiment.base_digest, 0, 0)
     evaluator, base, data = experiment.evaluator, experiment.base_digest, _few(experiment, name)
-    make_engine = None if experiment.make_engine is None else partial(experiment.make_engine, experiment)
     rehearsing = Site(
         *(run, experiment.model, name, data, folder, Availability(), experiment.device, evaluator, digest),
         lambda: base,
-        make_engine=make_engine,
+        make_engine=experiment.site_engine,
     )
     return train(rehearsing, content)
 
